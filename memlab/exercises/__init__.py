@@ -1,0 +1,294 @@
+"""The checks of the exercises: the same for the student at once and for the grader later.
+
+`check("2.1", answer)` runs the answer on inputs of its own, prints what to do next and returns the points.
+Each exercise is two functions:
+
+* `evidence(answer, seed)` runs the student's code and returns plain data (`plain`), nothing else;
+* `score(evidence)` is pure: it turns that data into points and messages. It needs no torch and no student
+  code, so a grader can call it in another process, on evidence collected with a seed of its own.
+
+One file per chapter (`memory_basics`, `four_consumers`, …), each with a tuple `EXERCISES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import math
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memlab.units import unknown_name
+
+#: Evidence travels to the grader as an output of this type (`{"exercise", "seed", "evidence"}`).
+EVIDENCE_MIME = "application/vnd.memlab.evidence+json"
+
+#: Chapter number -> module with its exercises.
+CHAPTERS = {"1": "memory_basics", "2": "four_consumers"}
+
+Evidence = dict[str, Any]
+
+
+class Score(NamedTuple):
+    """Points earned and what to tell the student, one line each, the first thing to mend first."""
+
+    points: float
+    messages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One automatically graded exercise. `read` says where the chapter explains what it asks."""
+
+    id: str
+    title: str
+    points: int
+    evidence: Callable[[Any, int], Evidence]
+    score: Callable[[Evidence], Score]
+    read: str
+
+    @property
+    def chapter(self) -> str:
+        return self.id.partition(".")[0]
+
+
+def exercises(chapter: str | int | None = None) -> dict[str, Exercise]:
+    """All exercises by id, in the order of the course, or those of one chapter."""
+    found: dict[str, Exercise] = {}
+    for number, module in CHAPTERS.items():
+        if chapter is None or str(chapter) == number:
+            for exercise in importlib.import_module(f"memlab.exercises.{module}").EXERCISES:
+                found[exercise.id] = exercise
+    return found
+
+
+# -- what evidence is made of ------------------------------------------------------------------------------
+
+
+def plain(value: Any, depth: int = 6) -> Any:
+    """`value` as plain data, by its exact type: what can't be vouched for becomes `{"type": name}`.
+
+    An object whose `__eq__` always says yes, or a subclass of int, is never passed on as a number. A tensor
+    or array becomes a list of numbers when it has at most 10,000 elements; nan and inf become text.
+    """
+    kind = type(value)
+    if kind is float and not math.isfinite(value):
+        return str(value)  # JSON has no nan
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if depth > 0 and kind in (list, tuple):
+        return [plain(item, depth - 1) for item in value[:10_000]]
+    if depth > 0 and kind is dict:
+        return {str(key): plain(item, depth - 1) for key, item in list(value.items())[:10_000]}
+    module = kind.__module__
+    if (module == "torch" and kind.__name__ in ("Tensor", "Parameter")) or module == "torch.nn.parameter":
+        return plain(value.detach().tolist(), depth) if value.numel() <= 10_000 else {"type": "large Tensor"}
+    if module == "numpy" and hasattr(value, "tolist"):
+        return plain(value.tolist(), depth) if value.size <= 10_000 else {"type": "large array"}
+    if module == "torch" and kind.__name__ in ("dtype", "Size", "device"):
+        return list(value) if kind.__name__ == "Size" else str(value)
+    return {"type": kind.__name__}
+
+
+def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Calls the student's function: `{"value": plain data}` or `{"error": one line}`.
+
+    `NotImplementedError` passes: an exercise that isn't written yet is no error of one input.
+    """
+    try:
+        return {"value": plain(function(*args, **kwargs))}
+    except NotImplementedError:
+        raise
+    except (Exception, SystemExit) as error:
+        return {"error": one_line(error)}
+
+
+def one_line(error: BaseException) -> str:
+    """'ZeroDivisionError: division by zero (line 4 of your code)'."""
+    text = " ".join(str(error).split())[:300]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_student(f.filename)]
+    where = f" (line {frames[-1].lineno} of your cell)" if frames else ""
+    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+
+
+def _is_student(filename: str) -> bool:
+    return "ipykernel_" in filename or filename.startswith("<ipython-input") or filename == "<student>"
+
+
+def is_number(value: Any) -> bool:
+    """An int or float that is finite; a bool is no number."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def close(value: Any, expected: float, tolerance: float = 0.005) -> bool:
+    """`value` is a number within `tolerance` (relative) of `expected`."""
+    return is_number(value) and abs(value - expected) <= tolerance * abs(expected)
+
+
+@dataclass
+class Tally:
+    """Adds up points: each criterion earns its share or leaves a message."""
+
+    points: float = 0
+    messages: list[str] = field(default_factory=list)
+
+    def award(self, points: float, earned: bool, otherwise: str) -> bool:
+        if earned:
+            self.points += points
+        else:
+            self.messages.append(otherwise)
+        return earned
+
+    def score(self) -> Score:
+        return Score(round(self.points, 6), tuple(self.messages))
+
+
+# -- running a check ---------------------------------------------------------------------------------------
+
+
+def check(exercise_id: str, *answer: Any) -> float:
+    """Checks `answer` to one exercise, prints what to do next, and returns the points.
+
+    Works in any order and needs no GPU. Warnings and stderr of the answer are shown as plain text, since
+    a graded cell that writes to stderr would lose its points.
+    """
+    known = exercises()
+    if str(exercise_id) not in known:
+        raise unknown_name("exercise", exercise_id, known)
+    exercise = known[str(exercise_id)]
+    if not answer:
+        raise TypeError(f'check("{exercise.id}", …) needs your answer: the function or value to check')
+    seed = _seed()
+    with _stderr_to_stdout():
+        evidence = collect(exercise, answer[0] if len(answer) == 1 else answer, seed)
+    _hand_over(exercise, seed, evidence)
+    score = rate(exercise, evidence)
+    print(report(exercise, score))
+    _remember(exercise, score)
+    return int(score.points) if score.points == int(score.points) else score.points
+
+
+def collect(exercise: Exercise, answer: Any, seed: int) -> Evidence:
+    """Runs the answer. Whatever it raises becomes evidence; only an interrupt passes."""
+    try:
+        return exercise.evidence(answer, seed)
+    except NotImplementedError as error:
+        return {"not_written": True} if str(error).startswith("exercise") else {"error": one_line(error)}
+    except (Exception, SystemExit) as error:
+        return {"error": one_line(error)}
+
+
+def rate(exercise: Exercise, evidence: Mapping[str, Any]) -> Score:
+    """Points for evidence, between 0 and the exercise's maximum; malformed evidence earns 0."""
+    if evidence.get("not_written"):
+        return Score(
+            0, (f"not written yet: replace `raise NotImplementedError` under `# exercise {exercise.id}`",)
+        )
+    if "error" in evidence:
+        return Score(0, (f"your code stopped with {evidence['error']}",))
+    try:
+        score = exercise.score(dict(evidence))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        return Score(0, ("the answer has the wrong form: read again what the exercise asks to return",))
+    return Score(min(max(score.points, 0), exercise.points), score.messages)
+
+
+def report(exercise: Exercise, score: Score) -> str:
+    """The lines that a student reads after a check."""
+    head = f"exercise {exercise.id} ({exercise.title}): {score.points:g} of {exercise.points} points"
+    if score.points == exercise.points:
+        return f"{head}. Right."
+    lines = [head, *(f"  - {message}" for message in score.messages), f"  read again: {exercise.read}"]
+    return "\n".join(lines)
+
+
+def _seed() -> int:
+    """0 for students; a grader sets a private one, so that hidden inputs aren't in the repository."""
+    text = os.environ.get("MEMLAB_CHECK_SEED", "0")
+    return int(text) if text.isdigit() else sum(text.encode()) * 7919
+
+
+@contextlib.contextmanager
+def _stderr_to_stdout() -> Iterator[None]:
+    caught = io.StringIO()
+    with warnings.catch_warnings(record=True) as seen, contextlib.redirect_stderr(caught):
+        warnings.simplefilter("always")
+        yield
+    for warning in {f"{w.category.__name__}: {w.message}": None for w in seen}:
+        print("note:", warning.splitlines()[0][:200])
+    if caught.getvalue().strip():
+        print(caught.getvalue()[-2000:].rstrip())
+
+
+def _hand_over(exercise: Exercise, seed: int, evidence: Evidence) -> None:
+    """While being graded, leaves the evidence in the cell's outputs."""
+    if not os.environ.get("MEMLAB_GRADING"):
+        return
+    with contextlib.suppress(ImportError):
+        from IPython.display import display
+
+        payload = {"exercise": exercise.id, "seed": seed, "evidence": evidence}
+        display({EVIDENCE_MIME: payload, "text/plain": f"evidence {exercise.id}"}, raw=True)  # type: ignore[no-untyped-call]
+
+
+# -- progress ----------------------------------------------------------------------------------------------
+
+
+def _progress_file() -> Path:
+    return Path(os.environ.get("MEMLAB_HOME", Path.home() / ".memlab")) / "progress.json"
+
+
+def _read_progress() -> dict[str, float]:
+    try:
+        data = json.loads(_progress_file().read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(data, dict):
+        return {}
+    return {key: value for key, value in data.items() if isinstance(key, str) and is_number(value)}
+
+
+_points: dict[str, float] = {}
+
+
+def _remember(exercise: Exercise, score: Score) -> None:
+    """Keeps the latest points of each exercise, across kernels; never while being graded."""
+    _points[exercise.id] = score.points
+    if os.environ.get("MEMLAB_GRADING"):
+        return
+    path = _progress_file()
+    with contextlib.suppress(OSError):  # a read-only home loses the record, not the check
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump({**_read_progress(), **_points}, stream)
+        Path(name).replace(path)
+
+
+def progress() -> None:
+    """Prints which exercises are done and the points so far (hand-graded answers not included)."""
+    points = {**_read_progress(), **_points}
+    known = exercises()
+    total = earned = 0.0
+    for exercise in known.values():
+        got = points.get(exercise.id)
+        total += exercise.points
+        earned += got or 0
+        mark = "      " if got is None else f"{got:g}".rjust(3) + " of"
+        state = "not tried" if got is None else ("done" if got == exercise.points else "open")
+        print(f"{exercise.id:>4}  {mark} {exercise.points:>2}  {state:<9}  {exercise.title}")
+    print(f"      {earned:g} of {total:g} points; one written answer per chapter is graded by hand")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "EXERCISES":
+        return exercises()
+    raise AttributeError(name)
