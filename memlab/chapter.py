@@ -52,7 +52,7 @@ class Lab:
         """Show one number that the chapter stands for, and leave it in the cell's outputs for a runner.
 
         `unit` 'B' prints as KiB/MiB/GiB (the data keeps the bytes); '' is for a plain ratio or count.
-        says what the number covers ("allocated by all tensors of one step, not the allocator's cache").
+        `includes` says what the number covers ("allocated by all tensors of one step, cache excluded").
         Raises ValueError for a value that isn't a finite number, or for an empty name or `includes`.
         """
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
