@@ -1,0 +1,515 @@
+"""Every switch of a training step that moves memory, validated.
+
+A `Recipe` says how a model is trained: precision, optimizer, batch, checkpointing, attention, sharding and offload.
+It is frozen; wrong values and combinations that can't work are refused when it is made, those that depend on the
+model by `Recipe.resolve(config)`. Every field is a flag of the command line and a key of a TOML file.
+
+What the values mean:
+
+precision
+    ======================  ==========  =========  ============  ===============  ==========================
+    value                   parameters  gradients  master copy   optimizer state  matrix products, activations
+    ======================  ==========  =========  ============  ===============  ==========================
+    fp32                    fp32        fp32       none          fp32             fp32
+    amp-bf16, amp-fp16      fp32        fp32       none          fp32             16-bit where autocast says so
+    bf16                    bf16        bf16       none          bf16             bf16
+    bf16-master             bf16        bf16       fp32          fp32             bf16
+    ======================  ==========  =========  ============  ===============  ==========================
+
+    The master copy counts as optimizer state. With amp-* autocast makes 16-bit copies of the weights in forward
+    (temporaries, kept until the autocast region ends, those saved for backward until backward has used them).
+checkpointing
+    `full`: each block is one checkpoint; `every-K`: K consecutive blocks are one; `selective`: inside each block the
+    outputs of linear layers and of a fused attention kernel are kept, all else (norms, activation functions,
+    dropout, eager attention scores) is recomputed.
+attention
+    `eager`: scores and softmax are stored tensors; `sdpa`: torch's scaled_dot_product_attention, which picks a fused
+    kernel where it can; `flash`: the flash kernel, or refused.
+zero_stage, world_size, tensor_parallel
+    world_size ranks = data_parallel * tensor_parallel; ZeRO shards over the data-parallel ranks: optimizer states
+    (1), gradients too (2), parameters too (3).
+offload
+    ('optimizer_states:cpu', 'activations:nvme', ...): what leaves the GPU between its uses, and where it goes.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memlab.units import DTYPE_BYTES, unknown_name
+
+if TYPE_CHECKING:
+    from memlab.hardware import GPU
+    from memlab.models import ConvConfig, TransformerConfig
+
+PRECISIONS = ("fp32", "amp-bf16", "amp-fp16", "bf16", "bf16-master")
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw-8bit", "adafactor")
+OPTIMIZER_IMPLS = ("foreach", "fused", "for-loop")
+CHECKPOINTING = ("none", "full", "every-K", "selective")
+ATTENTION = ("eager", "sdpa", "flash")
+OFFLOAD_WHAT = ("optimizer_states", "parameters", "gradients", "activations")
+OFFLOAD_WHERE = ("cpu", "nvme")
+
+#: Block of the 8-bit optimizer states that shares one fp32 scale, and the smallest tensor that is quantized;
+#: smaller ones keep fp32 states (bitsandbytes: blocksize 256, min_8bit_size 4096).
+BLOCK_8BIT = 256
+MIN_8BIT = 4096
+
+# (parameters, gradients, master copy, optimizer state, compute)
+_DTYPES: dict[str, tuple[str, str, str | None, str, str]] = {
+    "fp32": ("fp32", "fp32", None, "fp32", "fp32"),
+    "amp-bf16": ("fp32", "fp32", None, "fp32", "bf16"),
+    "amp-fp16": ("fp32", "fp32", None, "fp32", "fp16"),
+    "bf16": ("bf16", "bf16", None, "bf16", "bf16"),
+    "bf16-master": ("bf16", "bf16", "fp32", "fp32", "bf16"),
+}
+
+# Which implementations an optimizer has; the first is the default. torch.optim tries foreach first on CUDA, except
+# Adafactor, which takes the loop to save memory (torch/optim/_adafactor.py); 8-bit Adam updates tensor by tensor.
+_IMPLS: dict[str, tuple[str, ...]] = {
+    "sgd": ("foreach", "fused", "for-loop"),
+    "momentum": ("foreach", "fused", "for-loop"),
+    "adam": ("foreach", "fused", "for-loop"),
+    "adamw": ("foreach", "fused", "for-loop"),
+    "adamw-8bit": ("for-loop",),
+    "adafactor": ("for-loop", "foreach"),
+}
+
+_SHOWN = {"sgd": "SGD", "momentum": "SGD with momentum", "adam": "Adam", "adamw": "AdamW",
+          "adamw-8bit": "8-bit AdamW", "adafactor": "Adafactor"}  # fmt: skip
+
+
+class RecipeError(ValueError):
+    """A recipe that can't be trained as written; the message says why and what to change."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor that the optimizer keeps for one parameter, on the GPU: name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def _choice(key: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise RecipeError(str(unknown_name(key, value, known)))
+
+
+def _whole(key: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RecipeError(f"{key} must be a whole number, not {value!r}")
+    if value < least:
+        raise RecipeError(f"{key} must be at least {least}, not {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How one training step runs. Raises RecipeError (a ValueError), one line, for what can't work.
+
+    >>> Recipe(precision="fp32", micro_batch=4, sequence=512).optimizer
+    'adamw'
+    """
+
+    precision: str = field(default="amp-bf16", metadata={"help": "|".join(PRECISIONS)})
+    optimizer: str = field(default="adamw", metadata={"help": "|".join(OPTIMIZERS)})
+    #: Left empty it becomes the optimizer's own default: foreach; for-loop for adafactor and adamw-8bit.
+    optimizer_impl: str = field(
+        default="", metadata={"help": "|".join(OPTIMIZER_IMPLS) + " (default: what torch would take on CUDA)"}
+    )
+    micro_batch: int = field(
+        default=1, metadata={"help": "sequences or images of one forward pass, per rank"}
+    )
+    accumulation: int = field(default=1, metadata={"help": "micro-batches before one optimizer step"})
+    sequence: int | None = field(default=None, metadata={"help": "tokens (default: the model's context)"})
+    image: int | None = field(default=None, metadata={"help": "pixels per side (default: the model's own)"})
+    checkpointing: str = field(
+        default="none", metadata={"help": "none|full|every-K (every-2, ...)|selective"}
+    )
+    attention: str = field(default="sdpa", metadata={"help": "|".join(ATTENTION)})
+    dropout: float = field(
+        default=0.0, metadata={"help": "probability; 0.1 is what GPT-2 and BERT published"}
+    )
+    set_to_none: bool = field(default=True, metadata={"help": "zero_grad frees the gradients, as torch does"})
+    zero_stage: int = field(
+        default=0, metadata={"help": "0|1|2|3: what ZeRO shards over data-parallel ranks"}
+    )
+    world_size: int = field(default=1, metadata={"help": "GPUs in all"})
+    tensor_parallel: int = field(default=1, metadata={"help": "GPUs that share each layer"})
+    offload: tuple[str, ...] = field(
+        default=(), metadata={"help": "WHAT:WHERE, repeatable; optimizer_states:cpu, activations:nvme, ..."}
+    )
+
+    def __post_init__(self) -> None:
+        _choice("precision", self.precision, PRECISIONS)
+        _choice("optimizer", self.optimizer, OPTIMIZERS)
+        impls = _IMPLS[self.optimizer]
+        if self.optimizer_impl == "":
+            object.__setattr__(self, "optimizer_impl", impls[0])
+        _choice("optimizer_impl", self.optimizer_impl, OPTIMIZER_IMPLS)
+        if self.optimizer_impl not in impls:
+            raise RecipeError(
+                f"{self.optimizer} has no {self.optimizer_impl} implementation: use {' or '.join(impls)}"
+            )
+        _whole("micro_batch", self.micro_batch, 1)
+        _whole("accumulation", self.accumulation, 1)
+        if self.sequence is not None:
+            _whole("sequence", self.sequence, 1)
+        if self.image is not None:
+            _whole("image", self.image, 1)
+        _choice("attention", self.attention, ATTENTION)
+        self._check_checkpointing()
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float):
+            raise RecipeError(f"dropout must be a number, not {self.dropout!r}")
+        if not 0 <= self.dropout < 1:
+            raise RecipeError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+        object.__setattr__(self, "dropout", float(self.dropout))
+        if not isinstance(self.set_to_none, bool):
+            raise RecipeError(f"set_to_none must be true or false, not {self.set_to_none!r}")
+        self._check_sharding()
+        self._check_offload()
+        if self.attention == "flash" and self.compute_dtype == "fp32":
+            raise RecipeError(
+                "attention flash runs in 16 bits only: use precision amp-bf16, amp-fp16 or bf16, or attention sdpa"
+            )
+
+    def _check_checkpointing(self) -> None:
+        value = self.checkpointing
+        if not isinstance(value, str):
+            raise RecipeError(f"checkpointing must be a word such as full or every-2, not {value!r}")
+        if value.startswith("every-"):
+            blocks = value.removeprefix("every-")
+            if not (blocks.isascii() and blocks.isdigit() and int(blocks) >= 1):
+                raise RecipeError(
+                    f"checkpointing {value!r}: write every-K with K a whole number from 1, as every-2"
+                )
+        else:
+            _choice("checkpointing", value, CHECKPOINTING)
+
+    def _check_sharding(self) -> None:
+        _whole("world_size", self.world_size, 1)
+        _whole("tensor_parallel", self.tensor_parallel, 1)
+        _whole("zero_stage", self.zero_stage, 0)
+        if self.zero_stage > 3:
+            raise RecipeError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage}")
+        if self.world_size % self.tensor_parallel:
+            raise RecipeError(
+                f"tensor_parallel {self.tensor_parallel} must divide world_size {self.world_size}: "
+                f"set world_size to a multiple of {self.tensor_parallel}"
+            )
+        if self.zero_stage > 0 and self.world_size == 1:
+            raise RecipeError(f"zero_stage {self.zero_stage} shards over GPUs: world_size must be above 1")
+        if self.zero_stage > 0 and self.data_parallel == 1:
+            raise RecipeError(
+                f"zero_stage {self.zero_stage} shards over data-parallel ranks, and tensor_parallel "
+                f"{self.tensor_parallel} takes all {self.world_size} GPUs: raise world_size"
+            )
+
+    def _check_offload(self) -> None:
+        if isinstance(self.offload, str) or not all(isinstance(item, str) for item in self.offload):
+            raise RecipeError(
+                f"offload must be a list such as ['optimizer_states:cpu'], not {self.offload!r}"
+            )
+        object.__setattr__(self, "offload", tuple(self.offload))
+        seen: set[str] = set()
+        for item in self.offload:
+            what, colon, where = item.partition(":")
+            if not colon:
+                raise RecipeError(f"offload {item!r}: write WHAT:WHERE, as optimizer_states:cpu")
+            _choice("thing to offload", what, OFFLOAD_WHAT)
+            _choice("place to offload to", where, OFFLOAD_WHERE)
+            if what in seen:
+                raise RecipeError(f"offload names {what} twice: choose one place")
+            seen.add(what)
+
+    # -- what follows from the fields ------------------------------------------------------------------
+
+    @property
+    def parameter_dtype(self) -> str:
+        """dtype of the parameters that the model holds."""
+        return _DTYPES[self.precision][0]
+
+    @property
+    def gradient_dtype(self) -> str:
+        return _DTYPES[self.precision][1]
+
+    @property
+    def master_dtype(self) -> str | None:
+        """dtype of the second, exact copy of the parameters that the optimizer updates; None without one."""
+        return _DTYPES[self.precision][2]
+
+    @property
+    def state_dtype(self) -> str:
+        """dtype of momentum and variance (except 8-bit ones)."""
+        return _DTYPES[self.precision][3]
+
+    @property
+    def compute_dtype(self) -> str:
+        """dtype of matrix products and of the activations they make."""
+        return _DTYPES[self.precision][4]
+
+    @property
+    def autocast(self) -> bool:
+        return self.precision.startswith("amp-")
+
+    @property
+    def grad_scaler(self) -> bool:
+        """fp16 needs a loss scale, or small gradients become zero; bf16 has the exponent range of fp32."""
+        return self.precision == "amp-fp16"
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def checkpoint_every(self) -> int | None:
+        """Blocks per checkpoint: 1 for full, K for every-K, None for none and selective."""
+        if self.checkpointing == "full":
+            return 1
+        if self.checkpointing.startswith("every-"):
+            return int(self.checkpointing.removeprefix("every-"))
+        return None
+
+    def offloaded(self, what: str) -> str | None:
+        """Where `what` ('optimizer_states', ...) goes: 'cpu', 'nvme', or None if it stays on the GPU."""
+        for item in self.offload:
+            name, _, where = item.partition(":")
+            if name == what:
+                return where
+        return None
+
+    def state_tensors(self, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
+        """What the optimizer keeps on the GPU for one parameter of `shape`, the master copy included.
+
+        Names are torch's (`torch.optim`), where torch has the optimizer. The step counters of Adam, AdamW and
+        Adafactor are CPU tensors and not listed, except with `fused`, where they are fp32 scalars on the device.
+        """
+        tensors = [StateTensor("master", shape, self.master_dtype)] if self.master_dtype else []
+        dtype = self.state_dtype
+        count = math.prod(shape)
+        if self.optimizer == "momentum":
+            tensors.append(StateTensor("momentum_buffer", shape, dtype))
+        elif self.optimizer in ("adam", "adamw") or (self.optimizer == "adamw-8bit" and count < MIN_8BIT):
+            # bitsandbytes makes the states of small tensors fp32 whatever the parameter's dtype is
+            small = "fp32" if self.optimizer == "adamw-8bit" else dtype
+            if self.optimizer_impl == "fused":
+                tensors.append(StateTensor("step", (), "fp32"))
+            tensors += [StateTensor("exp_avg", shape, small), StateTensor("exp_avg_sq", shape, small)]
+        elif self.optimizer == "adamw-8bit":
+            blocks = (-(-count // BLOCK_8BIT),)
+            tensors += [
+                StateTensor("exp_avg", shape, "uint8"),
+                StateTensor("exp_avg_sq", shape, "uint8"),
+                StateTensor("exp_avg_scale", blocks, "fp32"),
+                StateTensor("exp_avg_sq_scale", blocks, "fp32"),
+            ]
+        elif self.optimizer == "adafactor":
+            if len(shape) > 1:
+                tensors += [
+                    StateTensor("row_var", (*shape[:-1], 1), dtype),
+                    StateTensor("col_var", (*shape[:-2], 1, shape[-1]), dtype),
+                ]
+            else:
+                tensors.append(StateTensor("variance", shape, dtype))
+        return tuple(tensors)
+
+    # -- against a model and a card --------------------------------------------------------------------
+
+    def resolve(self, config: TransformerConfig | ConvConfig, gpu: GPU | None = None) -> Recipe:
+        """The same recipe with `sequence` (transformers) or `image` (convnets) filled in.
+
+        Raises RecipeError, with the reason, for what this model or this card can't do.
+        """
+        from memlab.models import TransformerConfig
+
+        recipe = (
+            self._for_transformer(config)
+            if isinstance(config, TransformerConfig)
+            else self._for_convnet(config)
+        )
+        if self.dropout > 0 and not config.has_dropout:
+            raise RecipeError(f"{config.name} has no dropout layers: leave dropout at 0")
+        every = self.checkpoint_every
+        if every is not None and every > max(config.blocks, 1):
+            raise RecipeError(
+                f"checkpointing {self.checkpointing}: {config.name} has {config.blocks} blocks, "
+                f"so K can be at most {config.blocks}"
+            )
+        if gpu is not None and self.attention == "flash" and gpu.compute_capability < (8, 0):
+            raise RecipeError(
+                f"attention flash needs compute capability 8.0 (Ampere) or later, and {gpu.name} has "
+                f"{gpu.compute_capability[0]}.{gpu.compute_capability[1]}: use attention sdpa"
+            )
+        return recipe
+
+    def _for_transformer(self, config: TransformerConfig) -> Recipe:
+        if self.image is not None:
+            raise RecipeError(f"image is for convnets, and {config.name} reads tokens: set sequence")
+        sequence = config.context if self.sequence is None else self.sequence
+        if sequence > config.context and config.positions == "learned":
+            raise RecipeError(
+                f"sequence {sequence} is longer than the {config.context} learned positions of {config.name}: "
+                f"use at most {config.context}"
+            )
+        if self.attention == "flash" and config.head_dim > 256:
+            raise RecipeError(
+                f"attention flash needs heads of at most 256 wide, and those of {config.name} have "
+                f"{config.head_dim}: use attention sdpa"
+            )
+        if self.tensor_parallel > 1:
+            sizes = {
+                "heads": config.heads,
+                "kv_heads": config.kv_heads,
+                "hidden": config.hidden,
+                "ffn": config.ffn,
+            }
+            for what, size in sizes.items():
+                if size % self.tensor_parallel:
+                    raise RecipeError(
+                        f"tensor_parallel {self.tensor_parallel} doesn't divide the {size} {what} of {config.name}"
+                    )
+        return self.replace(sequence=sequence)
+
+    def _for_convnet(self, config: ConvConfig) -> Recipe:
+        if self.sequence is not None:
+            raise RecipeError(f"sequence is for transformers, and {config.name} reads images: set image")
+        if self.attention != "sdpa":
+            raise RecipeError(f"{config.name} has no attention: leave attention at its default")
+        if self.tensor_parallel > 1:
+            raise RecipeError(
+                f"tensor_parallel splits transformer layers, and {config.name} is a convnet: set it to 1"
+            )
+        if self.checkpointing == "selective":
+            raise RecipeError(
+                f"checkpointing selective is for transformer blocks, and {config.name} is a convnet: use full"
+            )
+        if self.checkpointing != "none" and config.blocks == 0:
+            raise RecipeError(
+                f"{config.name} has no repeated blocks to checkpoint: set checkpointing to none"
+            )
+        image = config.image if self.image is None else self.image
+        if config.fixed_image and image != config.image:
+            raise RecipeError(
+                f"{config.name} reads images of exactly {config.image} pixels per side, not {image}"
+            )
+        if image < config.min_image:
+            raise RecipeError(f"image {image} is too small for {config.name}: at least {config.min_image}")
+        if config.batch_norm and self.micro_batch == 1 and image <= 32:
+            raise RecipeError(
+                f"batch norm of {config.name} sees one value per channel at image {image} and micro_batch 1: raise one"
+            )
+        return self.replace(image=image)
+
+    def notes(self, config: TransformerConfig | ConvConfig, gpu: GPU | None = None) -> list[str]:
+        """What is allowed and yet worth saying: one sentence each."""
+        from memlab.models import TransformerConfig
+
+        said = []
+        if (
+            isinstance(config, TransformerConfig)
+            and self.sequence is not None
+            and self.sequence > config.context
+            and config.positions == "rope"
+        ):
+            said.append(
+                f"sequence {self.sequence} is beyond the context of {config.context} that {config.name} was made for: "
+                "the memory is right, the model may not be."
+            )
+        if gpu is not None and self.compute_dtype not in gpu.dtypes:
+            said.append(
+                f"{gpu.name} has no {self.compute_dtype} arithmetic: torch emulates it, slowly; the bytes are the same."
+            )
+        return said
+
+    # -- in and out ------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """The whole recipe in two lines of at most 80 columns or so, as every command prints it."""
+        size = []
+        if self.sequence is not None:
+            size.append(f"sequence {self.sequence}")
+        if self.image is not None:
+            size.append(f"image {self.image}x{self.image}")
+        if not size:
+            size.append("the model's own input size")
+        first = [
+            self.precision,
+            f"{_SHOWN[self.optimizer]} {self.optimizer_impl}",
+            f"micro-batch {self.micro_batch}" + (f" x {self.accumulation}" if self.accumulation > 1 else ""),
+            *size,
+        ]
+        second = [
+            f"attention {self.attention}",
+            f"checkpointing {self.checkpointing}",
+            f"dropout {self.dropout:g}",
+        ]
+        if not self.set_to_none:
+            second.append("gradients kept")
+        if self.world_size == 1:
+            second.append("one GPU")
+        else:
+            second.append(f"{self.world_size} GPUs")
+            if self.tensor_parallel > 1:
+                second.append(f"tensor parallel {self.tensor_parallel}")
+            second.append(f"ZeRO-{self.zero_stage}" if self.zero_stage else "no ZeRO")
+        if self.offload:
+            second.append("offload " + " ".join(self.offload))
+        return ", ".join(first) + ",\n" + ", ".join(second)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def replace(self, **changes: Any) -> Recipe:
+        """A copy with some fields changed, validated again.
+
+        An `optimizer_impl` that was only the old optimizer's default follows a new optimizer.
+        """
+        values = self.to_dict() | changes
+        if (
+            "optimizer" in changes
+            and "optimizer_impl" not in changes
+            and self.optimizer_impl == _IMPLS[self.optimizer][0]
+        ):
+            values["optimizer_impl"] = ""
+        return Recipe.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as plain data (offload as a list)."""
+        return {f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """A recipe from plain data; missing fields take their defaults, unknown ones are refused by name."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise RecipeError(str(unknown_name("recipe field", key, known)))
+        return cls(**values)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Recipe:
+        """A recipe from a TOML file with fields as top-level keys.
+
+        Raises RecipeError, one line that begins with the path, for a file that can't be read or is wrong.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            return cls.from_dict(tomllib.loads(text))
+        except OSError as error:
+            raise RecipeError(f"{path}: can't read the recipe: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise RecipeError(f"{path}: the recipe isn't UTF-8 text") from None
+        except tomllib.TOMLDecodeError as error:
+            raise RecipeError(f"{path}: not valid TOML: {error}") from None
+        except RecipeError as error:
+            raise RecipeError(f"{path}: {error}") from None
