@@ -1,0 +1,457 @@
+"""The figures of the course, with the same colour for a consumer everywhere.
+
+Each function returns a `Figure` of its own: it shows itself once as the last line of a cell or through
+`display`, it doesn't touch pyplot, and it carries a text alternative (`figure.memlab_alt`) that goes into the
+PNG, the notebook and its HTML. Bytes go in; the axes carry KiB, MiB or GiB, whichever reads best.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import io
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+from memlab import units
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from memlab.footprint import Footprint
+    from memlab.trace import Trace
+
+#: One colour per consumer: the hues of Okabe and Ito (2008, jfly.uni-koeln.de/color), the lightness of four
+#: of them moved so that all five differ in grey too (a test holds the gaps of CIE lightness above 10).
+COLOURS = {
+    "parameters": "#00426B",
+    "gradients": "#E69F00",
+    "optimizer_states": "#007052",
+    "activations": "#9AD3F5",
+    "temporaries": "#C9689E",
+}
+INK, FAINT, LIMIT = "#222222", "#8A8A8A", "#B03A00"
+
+_STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10.5,
+    "figure.titlesize": 11.5,
+    "figure.titleweight": "bold",
+    "axes.labelsize": 10,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.7,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "figure.dpi": 110,
+    "savefig.dpi": 110,
+    "figure.facecolor": "white",
+}
+_TOTAL, _LESS, _MORE = "#555555", "#56B4E9", "#D55E00"  # a waterfall's sums, what is freed, what is added
+_POINTS = 1000  # a longer trace is sampled: a notebook shows the plot on fewer pixels than this
+
+
+class Figure(MplFigure):
+    """A matplotlib figure that shows itself in a notebook without pyplot, with its text alternative."""
+
+    memlab_alt: str = ""
+
+    def png(self) -> bytes:
+        """The PNG as shown, the text alternative in its 'Description'."""
+        buffer = io.BytesIO()
+        FigureCanvasAgg(self)
+        self.savefig(buffer, format="png", metadata={"Description": self.memlab_alt})
+        return buffer.getvalue()
+
+    def _ipython_display_(self) -> None:
+        # Not _repr_png_: the inline backend registers its own printer for figures, which drops the text.
+        width, height = (round(inches * self.dpi) for inches in self.get_size_inches())
+        bundle = {"image/png": base64.b64encode(self.png()).decode("ascii"), "text/plain": self.memlab_alt}
+        metadata = {"image/png": {"alt": self.memlab_alt, "width": width, "height": height}}
+        importlib.import_module("IPython.display").display(bundle, metadata=metadata, raw=True)
+
+
+def timeline(trace: Trace, budget: int | None = None, title: str | None = None) -> Figure:
+    """Live bytes by consumer over the allocations and frees of a step, phases and peak marked.
+
+    `budget` draws the bytes that there are. A long trace is drawn from samples that keep every maximum.
+    Raises ValueError for an empty trace.
+    """
+    if not len(trace):
+        raise ValueError("timeline() has nothing to draw: the trace holds no event")
+    line = trace.timeline(_POINTS if len(trace) > 2 * _POINTS else None)
+    x = np.asarray(line.events)
+    shown = (
+        np.append(np.flatnonzero(x >= trace.before), []).astype(int) if trace.before < len(trace) else [-1]
+    )
+    first = min(trace.before, len(trace) - 1)
+    x, last = x[shown] - first, len(trace) - first
+    peak, phase = trace.peak_bytes, trace.peak_phase
+    at_peak = trace.consumers_at_peak()
+    peak_x = max(trace.peak_event - first, 0)
+    near = budget is not None and budget <= 3 * peak
+    height = max(peak, budget if budget is not None and near else 0)
+    scale, unit = _unit(height)
+
+    with _figure(7, 4) as figure:
+        ax = figure.subplots()
+        edges = np.append(x, last)
+        base = np.zeros(len(edges))
+        for name in units.CONSUMERS:
+            values = np.asarray(line.consumers[name])[shown] / scale
+            top = base + np.append(values, values[-1])
+            ax.fill_between(edges, base, top, step="post", color=COLOURS[name], linewidth=0)
+            base = top
+        ax.step(edges, base, where="post", color=INK, linewidth=0.7)
+        top_y = height / scale
+        ax.set_ylim(0, top_y * 1.26 or 1)
+        ax.set_xlim(0, last)
+        for start, stop, name in trace.spans():
+            start, stop = max(start - first, 0), stop - first
+            if 0 < start < stop:
+                ax.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
+            if stop - start >= (0.011 * len(name) + 0.01) * last:
+                ax.text((start + stop) / 2, top_y * 1.24, name, ha="center", va="top", fontsize=9.5)
+        late = peak_x > last / 2
+        _peak(ax, peak_x, peak / scale, f"peak {units.format_bytes(peak)}", late)
+        limit = ""
+        if budget is not None:
+            limit = f" The budget is {units.format_bytes(budget)}."
+            _limit(ax, budget / scale if near else None, f"budget {units.format_bytes(budget)}", left=late)
+        largest = max(units.CONSUMERS, key=at_peak.__getitem__)
+        share = at_peak[largest] / peak if peak else 0.0
+        held = f"{_word(largest)} hold {share:.0%} of it"
+        heading = title or f"The step peaks at {units.format_bytes(peak)} in {phase}; {held}"
+        _finish(ax, heading, "allocations and frees of the step, in order", f"live tensors ({unit})")
+        ax.grid(axis="y")
+        _legend(figure)
+        told = f"At the peak, in {phase}: {_listed(at_peak)}.{limit}"
+        figure.memlab_alt = f"{heading}. Live memory of one step, stacked by consumer. {told}"
+    return figure
+
+
+def consumers(
+    bars: Mapping[str, Footprint | Trace | Mapping[str, int]],
+    capacity: int | None = None,
+    title: str | None = None,
+) -> Figure:
+    """One stacked bar per label: what each consumer holds at the peak (or the bytes given), in bytes.
+
+    `capacity` draws the bytes that the card has and marks the bars that don't fit. Raises ValueError for no
+    bars, or for a name that isn't a consumer.
+    """
+    if not bars:
+        raise ValueError("consumers() has nothing to draw: give at least one label and its bytes")
+    rows = {label: _held(label, bar) for label, bar in bars.items()}
+    totals = {label: sum(row.values()) for label, row in rows.items()}
+    largest = max(totals.values())
+    off_scale = capacity is not None and capacity > 6 * largest
+    extent = largest if capacity is None or off_scale else max(largest, capacity)
+    scale, unit = _unit(extent)
+
+    with _figure(7, max(2.2, 1.25 + 0.52 * len(rows))) as figure:
+        ax = figure.subplots()
+        right = 0.0 if capacity is None or off_scale else 1.05 * capacity / scale
+        for y, (label, row) in enumerate(rows.items()):
+            left = 0.0
+            for name in units.CONSUMERS:
+                width = row[name] / scale
+                ax.barh(
+                    y, width, left=left, height=0.66, color=COLOURS[name], edgecolor="white", linewidth=0.6
+                )
+                text = f"{width:.3g}"
+                if width * scale > extent * (0.02 + 0.017 * len(text)):
+                    ax.text(
+                        left + width / 2,
+                        y,
+                        text,
+                        ha="center",
+                        va="center",
+                        fontsize=9,
+                        color=_on(COLOURS[name]),
+                    )
+                left += width
+            over = capacity is not None and totals[label] > capacity
+            note = _in(totals[label], scale, unit) + (" doesn't fit" if over else "")
+            right = max(right, left / (1 - 0.016 * len(note)))
+            ax.text(
+                left + extent / scale * 0.01, y, note, va="center", fontsize=9.5, fontweight="bold",
+                color=LIMIT if over else INK,
+            )  # fmt: skip
+        ax.set_yticks(range(len(rows)), [textwrap.fill(label, 22) for label in rows])
+        ax.set_ylim(len(rows) - 0.5, -0.5)
+        ax.tick_params(axis="y", length=0)
+        ax.set_xlim(0, right or 1)
+        limit = ""
+        if capacity is not None:
+            limit = f" Capacity {units.format_bytes(capacity)}."
+            at = None if off_scale else capacity / scale
+            _limit(ax, at, f"capacity {units.format_bytes(capacity)}", upright=True)
+        finding = _bars_finding(rows, totals, capacity)
+        _finish(ax, title or finding, f"live tensors at the peak ({unit})", None)
+        ax.grid(axis="x")
+        _legend(figure)
+        figure.memlab_alt = f"{title or finding}.{limit} " + " ".join(
+            f"{label}: {units.format_bytes(totals[label])} ({_listed(row)})." for label, row in rows.items()
+        )
+    return figure
+
+
+def waterfall(
+    start: tuple[str, int],
+    changes: Sequence[tuple[str, int]],
+    capacity: int | None = None,
+    title: str | None = None,
+) -> Figure:
+    """From `start` (label, bytes) through each change (label, bytes; negative frees) to what is left.
+
+    Raises ValueError if a change frees more than there is.
+    """
+    steps: list[tuple[str, int, int]] = []  # label, from, to
+    level = start[1]
+    for label, delta in changes:
+        if level + delta < 0:
+            raise ValueError(
+                f"waterfall(): {label!r} frees {-delta} B of {level} B; check its sign and its unit"
+            )
+        steps.append((label, level, level + delta))
+        level += delta
+    extent = max([start[1], capacity or 0, *(after for _, _, after in steps)])
+    scale, unit = _unit(extent)
+
+    with _figure(7, 1.35 + 0.42 * (len(steps) + 2)) as figure:
+        ax = figure.subplots()
+        end = len(steps) + 1
+        pad = extent / scale * 0.012
+        for y, amount in ((0, start[1]), (end, level)):
+            ax.barh(y, amount / scale, height=0.66, color=_TOTAL)
+            ax.text(
+                amount / scale + pad,
+                y,
+                units.format_bytes(amount),
+                va="center",
+                fontsize=9.5,
+                fontweight="bold",
+            )
+        for y, (_, before, after) in enumerate(steps, start=1):
+            low, high = min(before, after) / scale, max(before, after) / scale
+            ax.barh(y, high - low, left=low, height=0.66, color=_LESS if after < before else _MORE)
+            sign = "−" if after < before else "+" if after > before else "±"
+            ax.text(
+                high + pad, y, f"{sign}{_in(abs(after - before), scale, unit)}", va="center", fontsize=9.5
+            )
+            ax.plot([before / scale] * 2, [y - 0.67, y - 0.33], color=FAINT, linewidth=0.8)
+        ax.plot([level / scale] * 2, [end - 0.67, end - 0.33], color=FAINT, linewidth=0.8)
+        labels = [start[0], *(label for label, _, _ in steps), "left"]
+        ax.set_yticks(range(len(labels)), [textwrap.fill(label, 26) for label in labels])
+        ax.tick_params(axis="y", length=0)
+        ax.set_ylim(end + 0.5, -0.5)
+        ax.set_xlim(0, extent / scale * 1.2 or 1)
+        if capacity is not None:
+            _limit(ax, capacity / scale, f"capacity {units.format_bytes(capacity)}", upright=True)
+        saved = max(steps, key=lambda step: step[1] - step[2], default=None)
+        finding = f"{units.format_bytes(start[1])} become {units.format_bytes(level)}"
+        if saved is not None and saved[2] < saved[1]:
+            finding += f"; {saved[0]} frees most"
+        _finish(ax, title or finding, f"memory ({unit})", None)
+        ax.grid(axis="x")
+        told = " ".join(
+            f"{label}: {'minus' if after < before else 'plus'} {units.format_bytes(abs(after - before))}."
+            for label, before, after in steps
+        )
+        figure.memlab_alt = f"{title or finding}. {start[0]}: {units.format_bytes(start[1])}. {told}"
+    return figure
+
+
+def bandwidths(
+    rows: Sequence[tuple[str, float]], measured: Sequence[str] = (), title: str | None = None
+) -> Figure:
+    """Bytes per second of memories and links as bars on a log axis, fastest first.
+
+    `measured` names the labels that were measured here: they are drawn dark and say so.
+    """
+    ordered = sorted(rows, key=lambda row: -row[1])
+    finding = "Each level of memory is far slower than the one above it"
+    if len(ordered) > 1:
+        ratio = ordered[0][1] / ordered[-1][1]
+        finding = f"{ordered[0][0]} moves {ratio:,.0f} times the bytes of {ordered[-1][0]} in the same time"
+    return _log_bars(
+        [(label, value / units.GB, _rate(value)) for label, value in ordered],
+        measured, title or finding, "GB/s (10⁹ bytes per second, log scale)",
+    )  # fmt: skip
+
+
+def times(
+    rows: Sequence[tuple[str, float]], measured: Sequence[str] = (), title: str | None = None
+) -> Figure:
+    """Seconds per label as bars on a log axis, in the order given."""
+    finding = title or "The same bytes, path by path"
+    return _log_bars(
+        [(label, value, seconds(value)) for label, value in rows], measured, finding, "seconds (log scale)"
+    )
+
+
+def seconds(value: float) -> str:
+    """0.039 -> '39.0 ms', 2.54 -> '2.54 s'."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def _log_bars(
+    rows: Sequence[tuple[str, float, str]], measured: Sequence[str], heading: str, axis: str
+) -> Figure:
+    if not rows:
+        raise ValueError("nothing to draw: give at least one (label, value)")
+    for label, value, _ in rows:
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{label!r}: {value!r} has no place on a log axis; give a number above 0")
+    low, high = (math.log10(pick(value for _, value, _ in rows)) for pick in (min, max))
+    floor = math.floor(low - 0.15)
+    with _figure(7, 1.25 + 0.36 * len(rows)) as figure:
+        ax = figure.subplots()
+        for y, (label, value, text) in enumerate(rows):
+            here = label in measured
+            ax.barh(y, value, height=0.66, color=_TOTAL if here else _LESS)
+            note = f" {text}" + (", measured here" if here else "")
+            ax.text(value, y, note, va="center", fontsize=9.5, fontweight="bold" if here else "normal")
+        ax.set_xscale("log")
+        room = 0.45 if any(label in measured for label, _, _ in rows) else 0.2
+        ax.set_xlim(10**floor, 10 ** (high + room * (high - floor)))
+        ax.set_yticks(range(len(rows)), [textwrap.fill(label, 28) for label, _, _ in rows])
+        ax.tick_params(axis="y", length=0)
+        ax.set_ylim(len(rows) - 0.4, -0.6)
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.15g}"))
+        ax.minorticks_off()
+        _finish(ax, heading, axis, None)
+        ax.grid(axis="x")
+        told = ", ".join(f"{label}: {text}" for label, _, text in rows)
+        figure.memlab_alt = f"{heading}. {told}."
+    return figure
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[Figure]:
+    """A figure in the course's style; text and axes take it when they are made."""
+    with mpl.rc_context(_STYLE):
+        yield Figure(figsize=(width, height), layout="constrained")
+
+
+def _unit(largest: float) -> tuple[int, str]:
+    """The unit in which the largest value is at least 1."""
+    for scale, unit in ((units.TIB, "TiB"), (units.GIB, "GiB"), (units.MIB, "MiB"), (units.KIB, "KiB")):
+        if largest >= scale:
+            return scale, unit
+    return 1, "bytes"
+
+
+def _in(size: int, scale: int, unit: str) -> str:
+    """In the unit of the axis, unless two decimals of it would show nothing."""
+    return f"{size / scale:,.2f} {unit}" if 100 * size >= scale > 1 else units.format_bytes(size)
+
+
+def _rate(value: float) -> str:
+    return f"{value / units.GB:,.0f} GB/s" if value >= 100 * units.GB else f"{value / units.GB:.3g} GB/s"
+
+
+def _word(consumer: str) -> str:
+    return consumer.replace("_", " ")
+
+
+def _listed(row: Mapping[str, int]) -> str:
+    return ", ".join(f"{_word(name)} {units.format_bytes(size)}" for name, size in row.items())
+
+
+def _held(label: str, bar: Footprint | Trace | Mapping[str, int]) -> dict[str, int]:
+    row = dict(bar) if isinstance(bar, Mapping) else bar.consumers_at_peak()
+    for name, size in row.items():
+        if name not in units.CONSUMERS:
+            raise units.unknown_name(f"consumer of {label!r}:", name, units.CONSUMERS)
+        if size < 0:
+            raise ValueError(f"{label!r}: {name} can't be {size} bytes")
+    return {name: row.get(name, 0) for name in units.CONSUMERS}
+
+
+def _bars_finding(
+    rows: Mapping[str, Mapping[str, int]], totals: Mapping[str, int], capacity: int | None
+) -> str:
+    if capacity is not None and len(rows) > 1:
+        fit = sum(total <= capacity for total in totals.values())
+        count = "All" if fit == len(rows) else "None" if not fit else f"{fit}"
+        return f"{count} of {len(rows)} {'fits' if fit == 1 else 'fit'} in {units.format_bytes(capacity)}"
+    label, row = max(rows.items(), key=lambda item: totals[item[0]])
+    largest = max(row, key=row.__getitem__)
+    share = row[largest] / totals[label] if totals[label] else 0.0
+    if capacity is not None:
+        fits = "fits in" if totals[label] <= capacity else "doesn't fit in"
+        return f"{label} {fits} {units.format_bytes(capacity)}; {_word(largest)} hold {share:.0%} of its peak"
+    return f"{label} needs {units.format_bytes(totals[label])}; {_word(largest)} hold {share:.0%} of it"
+
+
+def _on(colour: str) -> str:
+    """Black or white, whichever reads better on `colour` (WCAG relative luminance)."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return "white" if 0.2126 * r + 0.7152 * g + 0.0722 * b < 0.18 else "black"
+
+
+def _peak(ax: Axes, x: float, y: float, text: str, leftwards: bool) -> None:
+    ax.plot([x], [y], "o", color=INK, markersize=5, clip_on=False, zorder=5)
+    ax.annotate(
+        text, (x, y), xytext=(-6 if leftwards else 6, 4), textcoords="offset points",
+        ha="right" if leftwards else "left", va="bottom", fontweight="bold", zorder=6,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.85},
+    )  # fmt: skip
+
+
+def _limit(ax: Axes, at: float | None, text: str, *, upright: bool = False, left: bool = False) -> None:
+    """The line of what there is; where it lies far off the scale, words in a corner."""
+    across: dict[str, Any] = {"fontsize": 9, "color": LIMIT, "va": "bottom"}
+    if at is None:
+        ax.text(1, 1, f"{text}, off the scale", transform=ax.transAxes, ha="right", **across)
+    elif upright:
+        ax.axvline(at, color=LIMIT, linewidth=1.6, linestyle="--")
+        ax.text(at, 1.01, text, transform=ax.get_xaxis_transform(), ha="center", **across)
+    else:
+        ax.axhline(at, color=LIMIT, linewidth=1.6, linestyle="--")
+        x, align = (0.01, "left") if left else (0.99, "right")
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        where = ax.get_yaxis_transform()
+        ax.annotate(
+            text, (x, at), xycoords=where, xytext=(0, 4), textcoords="offset points", ha=align, bbox=box,
+            **across,
+        )  # fmt: skip
+
+
+def _finish(ax: Axes, heading: str, x: str | None, y: str | None) -> None:
+    ax.figure.suptitle(textwrap.fill(heading, 78), x=0.01, ha="left", color=INK)
+    if x:
+        ax.set_xlabel(x)
+    if y:
+        ax.set_ylabel(y)
+
+
+def _legend(figure: Figure) -> None:
+    handles = [Patch(color=COLOURS[name], label=_word(name)) for name in units.CONSUMERS]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.3, handlelength=1.1,
+        handletextpad=0.5,
+    )  # fmt: skip
