@@ -1,0 +1,728 @@
+"""Exercises of chapter 2: what parameters, gradients, optimizer states and activations take.
+
+Hidden inputs come from the seed alone, so `score` works out for itself what is right: evidence holds nothing
+but the seed and what the answers returned. Bytes of states and of saved tensors are exact.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number
+from memlab.exercises.limits import in_child
+from memlab.units import GB, GIB, format_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+STATES = ("parameters", "gradients", "optimizer_states")
+
+
+def _random(exercise: str, seed: int) -> random.Random:
+    return random.Random(f"{exercise}/{seed}")
+
+
+def _value(entry: Any) -> Any:
+    """What one call returned; None when it raised."""
+    return entry.get("value") if isinstance(entry, dict) else None
+
+
+def _error(entry: Any) -> str | None:
+    return entry.get("error") if isinstance(entry, dict) else "no answer"
+
+
+def _unit_slip(value: Any, expected: float) -> str | None:
+    """'GB' or 'GiB' when `value` is `expected` in that unit."""
+    for name, size in (("GB", GB), ("GiB", GIB), ("MB", 10**6), ("MiB", 2**20)):
+        if expected and is_number(value) and value and close(value * size, expected, 0.01):
+            return name
+    return None
+
+
+def _wrong_count(what: str, value: Any, expected: int, hint: str) -> str:
+    """One line on a byte count that isn't right."""
+    if type(value) is not int:
+        if type(value) is float:
+            unit = _unit_slip(value, expected)
+            if unit:
+                return f"{what}: that is the right size in {unit}; return bytes, a whole number"
+            return f"{what}: bytes are whole numbers, you returned the float {value:g}: compute with ints"
+        return f"{what}: return an int, a number of bytes; you returned {_kind(value)}"
+    if unit := _unit_slip(value, expected):
+        return f"{what}: that is the right size in {unit}; return bytes"
+    return f"{what}: you said {value:,} B, it is {expected:,} B: {hint}"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, dict) and set(value) == {"type"}:
+        return f"a {value['type']}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _guarded(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """`call`, but a function of several that isn't written yet is evidence too."""
+    try:
+        return call(function, *args)
+    except NotImplementedError:
+        return {"error": "not written yet", "not_written": True}
+
+
+def _award(tally: Tally, points: float, wrong: str | None) -> bool:
+    """`points` when nothing is wrong, else the message."""
+    return tally.award(points, wrong is None, wrong or "")
+
+
+def _first(messages: Iterable[str | None]) -> str | None:
+    return next((message for message in messages if message), None)
+
+
+def _two(answer: Any, exercise: str, first: str, second: str) -> tuple[Any, Any]:
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise TypeError(f'write check("{exercise}", {first}, {second}): this exercise has two functions')
+    return answer
+
+
+# -- 2.1 states: bytes per parameter -----------------------------------------------------------------------
+
+PRECISIONS = ("fp32", "amp-bf16", "bf16", "bf16-master")
+OPTIMIZERS = ("sgd", "momentum", "adamw", "adamw-8bit")
+
+
+def state_bytes(parameters: int, precision: str, optimizer: str, offload: bool = False) -> dict[str, int]:
+    """What `states` has to return: bytes on the card for each consumer that scales with the parameters."""
+    weight = 4 if precision in ("fp32", "amp-bf16") else 2
+    moment = 1 if optimizer == "adamw-8bit" else (2 if precision == "bf16" else 4)
+    moments = {"sgd": 0, "momentum": 1}.get(optimizer, 2) * moment
+    master = 4 if precision == "bf16-master" else 0
+    sizes = (weight, weight, 0 if offload else moments + master)
+    return {name: parameters * size for name, size in zip(STATES, sizes, strict=True)}
+
+
+def _recipes_2_1(seed: int) -> list[tuple[int, str, str, bool]]:
+    rng = _random("2.1", seed)
+    return [
+        (rng.randrange(10**6, 3 * 10**11), precision, optimizer, offload)
+        for offload in (False, True)
+        for precision, optimizer in product(PRECISIONS, OPTIMIZERS)
+    ]
+
+
+def _evidence_2_1(answer: Any, seed: int) -> Evidence:
+    answers = [call(answer, *recipe) for recipe in _recipes_2_1(seed)]
+    return {"seed": seed, "answers": answers}
+
+
+def _group_2_1(precision: str, optimizer: str, offload: bool) -> str:
+    """The rule that a recipe tests; each rule earns half a point."""
+    if offload or optimizer == "adamw-8bit":
+        return "8 bit and offload"
+    if precision == "fp32":
+        return "adamw" if optimizer == "adamw" else "sgd"
+    return precision
+
+
+_GROUPS_2_1 = ("adamw", "sgd", "amp-bf16", "bf16", "bf16-master", "8 bit and offload")
+
+
+def _score_2_1(evidence: Evidence) -> Score:
+    tally = Tally()
+    recipes = _recipes_2_1(evidence["seed"])
+    wrong = [_wrong_2_1(recipe, entry) for recipe, entry in zip(recipes, evidence["answers"], strict=True)]
+    for group in _GROUPS_2_1:
+        found = (
+            m for recipe, m in zip(recipes, wrong, strict=True) if m and _group_2_1(*recipe[1:]) == group
+        )
+        _award(tally, 0.5, next(found, None))
+    return tally.score()
+
+
+def _wrong_2_1(recipe: tuple[int, str, str, bool], entry: Any) -> str | None:
+    """The first thing wrong with the answer for one recipe, or None."""
+    parameters, precision, optimizer, offload = recipe
+    name = f"{precision}, {optimizer}" + (", offload=True" if offload else "")
+    if error := _error(entry):
+        return f"{name}: your function stopped with {error}"
+    value = _value(entry)
+    if type(value) is not dict or set(value) != set(STATES):
+        return f"{name}: return a dict with the keys {', '.join(STATES)} (values in bytes)"
+    right = state_bytes(*recipe)
+    for consumer in STATES:
+        said, expected = value[consumer], right[consumer]
+        if type(said) is int and said == expected:
+            continue
+        if type(said) is not int or _unit_slip(said, expected):
+            return _wrong_count(f"{name}, {consumer}", said, expected, "")
+        return (
+            f"{name}, {consumer}: you said {said / parameters:.3g} B per parameter, "
+            f"it keeps {expected // parameters}: {_hint_2_1(consumer, said / parameters, recipe)}"
+        )
+    return None
+
+
+def _hint_2_1(consumer: str, said: float, recipe: tuple[int, str, str, bool]) -> str:
+    _, precision, optimizer, offload = recipe
+    if consumer == "parameters":
+        if precision == "amp-bf16":
+            return "autocast computes in bf16, but what is the dtype of model.parameters()?"
+        return "one number per parameter, in the dtype in which the model holds it"
+    if consumer == "gradients":
+        return "a gradient has the shape and the dtype of its parameter"
+    if offload:
+        return "the states live in host memory, none is left on the card"
+    if optimizer == "sgd" and precision != "bf16-master":
+        return "plain SGD keeps nothing from one step to the next"
+    if precision == "bf16-master" and abs(said - (state_bytes(1, *recipe[1:])[consumer] - 4)) < 1e-9:
+        return "where is the fp32 master copy that the optimizer updates?"
+    if optimizer == "adamw-8bit":
+        return "two moments of one byte each, whatever the precision of the weights"
+    if optimizer == "adamw" and said in (2, 4) and precision != "bf16-master":
+        return "which second tensor is missing? AdamW keeps exp_avg and exp_avg_sq"
+    if optimizer == "momentum":
+        return "one tensor, momentum_buffer, of the dtype that the optimizer updates"
+    return "count the tensors in optimizer.state and the dtype of each"
+
+
+# -- 2.2 measure_states, step_peak -------------------------------------------------------------------------
+
+
+class _Model(NamedTuple):
+    """A hidden model and optimizer: an embedding, two linear layers with a norm, a head that may be tied."""
+
+    label: str
+    optimizer: str
+    vocab: int
+    width: int
+    hidden: int
+    tied: bool = False
+    frozen: bool = False
+    flat: bool = False
+    freed: bool = False
+    buffer: bool = False
+    dtype: str = "float32"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters; a tied head appears once."""
+        v, h, k = self.vocab, self.width, self.hidden
+        shapes: dict[str, tuple[int, ...]] = {
+            "embedding": (v, h), "up": (k, h), "up_bias": (k,), "down": (h, k), "scale": (h,), "head": (v, h),
+        }  # fmt: skip
+        if self.tied:
+            del shapes["head"]
+        return shapes
+
+    def expected(self) -> dict[str, int]:
+        size = 2 if self.dtype == "bfloat16" else 4
+        shapes = self.shapes()
+        trained = [s for name, s in shapes.items() if not (self.frozen and name == "embedding")]
+        numbers = sum(math.prod(s) for s in trained)
+        states = sum(_optimizer_state(self.optimizer, s, size) for s in trained)
+        everything = sum(math.prod(s) for s in shapes.values())
+        return {
+            "parameters": everything * size + (self.hidden if self.buffer else 0),  # a bool mask
+            "gradients": 0 if self.freed else numbers * size,
+            "optimizer_states": states,
+        }
+
+
+def _optimizer_state(optimizer: str, shape: tuple[int, ...], size: int) -> int:
+    """Bytes that torch's optimizer keeps for one parameter; `step` is one fp32 number."""
+    n, step = math.prod(shape), 4
+    if optimizer == "adafactor":
+        return step + size * (shape[0] + shape[1] if len(shape) > 1 else n)
+    return {
+        "sgd": 0, "momentum": n * size, "adam": step + 2 * n * size, "amsgrad": step + 3 * n * size,
+    }[optimizer]  # fmt: skip
+
+
+def _models_2_2(seed: int) -> list[list[_Model]]:
+    """The hidden cases, in the groups that earn points together."""
+    rng = _random("2.2", seed)
+
+    def sizes() -> tuple[int, int, int]:
+        return rng.randrange(300, 500), 8 * rng.randrange(4, 9), rng.randrange(70, 130)
+
+    return [
+        [_Model(f"fp32, {name}", name, *sizes()) for name in ("sgd", "momentum", "adam")],
+        [_Model(f"fp32, {name}", name, *sizes()) for name in ("amsgrad", "adafactor")],
+        [
+            _Model("Adam, head tied to the embedding", "adam", *sizes(), tied=True),
+            _Model("Adam, embedding frozen", "adam", *sizes(), frozen=True),
+        ],
+        [
+            _Model("momentum, gradients are views of one buffer", "momentum", *sizes(), flat=True),
+            _Model("Adam, after zero_grad(set_to_none=True)", "adam", *sizes(), freed=True),
+        ],
+        [_Model("bf16 model with a bool buffer, Adam", "adam", *sizes(), buffer=True, dtype="bfloat16")],
+    ]
+
+
+def _build(case: _Model) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The live model and optimizer after one step. Gradients are set by hand: no backward in a fork."""
+    import torch
+    from torch import nn
+
+    dtype = getattr(torch, case.dtype)
+    model = nn.Module()
+    for name, shape in case.shapes().items():
+        model.register_parameter(name, nn.Parameter(torch.full(shape, 0.01, dtype=dtype)))
+    if case.tied:
+        model.register_parameter("head", model.get_parameter("embedding"))
+    if case.buffer:
+        model.register_buffer("mask", torch.ones(case.hidden, dtype=torch.bool))
+    if case.frozen:
+        model.get_parameter("embedding").requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = _optimizer(case.optimizer, trained)
+    flat = torch.ones(sum(p.numel() for p in trained), dtype=dtype)
+    start = 0
+    for p in trained:
+        view = flat[start : start + p.numel()].view_as(p)
+        p.grad = view if case.flat else view.clone()
+        start += p.numel()
+    optimizer.step()
+    if case.freed:
+        optimizer.zero_grad(set_to_none=True)
+    return model, optimizer
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    import torch
+
+    if name == "adafactor":
+        return torch.optim.Adafactor(parameters)
+    if name in ("sgd", "momentum"):
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "momentum" else 0, foreach=False)
+    return torch.optim.Adam(parameters, amsgrad=name == "amsgrad", foreach=False)
+
+
+IMPLEMENTATIONS = ("foreach", "for-loop", "fused")
+
+
+def adam_step_peak(sizes: Sequence[int], implementation: str) -> int:
+    """What `step_peak` has to return, within 1%: fp32 weights, gradients and moments, and the temporaries."""
+    extra = {"foreach": sum(sizes), "for-loop": 2 * max(sizes), "fused": 0}[implementation]
+    return 16 * sum(sizes) + 4 * extra
+
+
+def _sizes_2_2(seed: int) -> list[list[int]]:
+    """Numbers of elements per tensor: one list dominated by its largest tensor, one of equal tensors."""
+    rng = _random("2.2 peak", seed)
+    uneven = [rng.randrange(10**4, 10**5) for _ in range(rng.randrange(5, 9))] + [rng.randrange(10**6, 10**7)]
+    rng.shuffle(uneven)
+    return [uneven, [rng.randrange(10**5, 10**6)] * rng.randrange(12, 30)]
+
+
+def _evidence_2_2(answer: Any, seed: int) -> Evidence:
+    measure_states, step_peak = _two(answer, "2.2", "measure_states", "step_peak")
+
+    def work() -> Evidence:
+        measured = []
+        for group in _models_2_2(seed):
+            for case in group:
+                model, optimizer = _build(case)
+                measured.append(_guarded(measure_states, model, optimizer))
+        peaks = [
+            _guarded(step_peak, list(sizes), implementation)
+            for implementation in IMPLEMENTATIONS
+            for sizes in _sizes_2_2(seed)
+        ]
+        if all(entry.get("not_written") for entry in measured + peaks):
+            raise NotImplementedError("exercise 2.2")
+        return {"seed": seed, "measured": measured, "peaks": peaks}
+
+    return in_child(work, seconds=30, memory=2 * GIB)
+
+
+def _score_2_2(evidence: Evidence) -> Score:
+    tally = Tally()
+    entries = iter(evidence["measured"])
+    for group in _models_2_2(evidence["seed"]):
+        _award(tally, 0.5, _first([_wrong_2_2(case, next(entries)) for case in group]))
+    peaks = iter(evidence["peaks"])
+    for implementation in IMPLEMENTATIONS:
+        answers = [(sizes, next(peaks)) for sizes in _sizes_2_2(evidence["seed"])]
+        wrong = _first(_wrong_peak(sizes, implementation, entry) for sizes, entry in answers)
+        _award(tally, 0.5, wrong and f"step_peak, {implementation}: {wrong}")
+    return Score(tally.points, tuple(dict.fromkeys(tally.messages)))
+
+
+def _wrong_2_2(case: _Model, entry: Any) -> str | None:
+    if error := _error(entry):
+        return f"measure_states: {error}" if error == "not written yet" else f"{case.label}: {error}"
+    value = _value(entry)
+    if type(value) is not dict or set(value) != set(STATES):
+        return f"measure_states: return a dict with the keys {', '.join(STATES)} (values in bytes)"
+    for consumer, expected in case.expected().items():
+        if type(value[consumer]) is not int or value[consumer] != expected:
+            what = f"{case.label}: {consumer}"
+            return _wrong_count(what, value[consumer], expected, _hint_2_2(case, consumer))
+    return None
+
+
+def _hint_2_2(case: _Model, consumer: str) -> str:
+    if consumer == "parameters":
+        if case.tied:
+            return "two names, one tensor: count each storage once"
+        return "buffers count with the parameters, and each element has its own size in bytes"
+    if consumer == "gradients":
+        if case.flat:
+            return "all gradients share one storage: count each storage once"
+        if case.freed or case.frozen:
+            return "a parameter without a gradient has p.grad None and holds nothing"
+        return "p.grad of every parameter that has one"
+    if case.frozen:
+        return "look at what is in optimizer.state; a frozen parameter isn't there"
+    if case.dtype == "bfloat16":
+        return "states follow the dtype of their parameter, only `step` stays fp32"
+    return "every tensor in optimizer.state, the `step` counters included"
+
+
+def _wrong_peak(sizes: Sequence[int], implementation: str, entry: Any) -> str | None:
+    if error := _error(entry):
+        return error
+    value, expected = _value(entry), adam_step_peak(sizes, implementation)
+    if close(value, expected, 0.01):
+        return None
+    if not is_number(value):
+        return f"return a number of bytes, you returned {_kind(value)}"
+    if unit := _unit_slip(value, expected):
+        return f"that is the right size in {unit}; return bytes"
+    states = 16 * sum(sizes)
+    hint = {
+        "foreach": "foreach works on all tensors at once: which temporary has the size of all parameters?",
+        "for-loop": "one parameter at a time: sqrt(exp_avg_sq) and its scaled copy live together, for the "
+        "largest tensor that is the most",
+        "fused": "one kernel reads and writes in place: no temporary at all",
+    }[implementation]
+    if value < states * 0.99:
+        hint = "weights, gradients and both moments are all alive while step() runs"
+    return f"you said {format_bytes(round(value))}, it peaks at {format_bytes(expected)}: {hint}"
+
+
+# -- 2.3 saved_bytes ---------------------------------------------------------------------------------------
+
+#: Hidden modules by the points they earn together, and what the message asks.
+_GROUPS_2_3: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("linear", "frozen linear"),
+        "a Linear saves its input, for the weight's gradient; its weight is a parameter and isn't counted",
+    ),
+    (("relu", "softmax", "tanh"), "these save their output: the hook sees it, count it"),
+    (("add and scale",), "adding and scaling need no tensor in backward: nothing is saved"),
+    (("layer norm", "batch norm"), "the input, and two statistics per row (or channel); buffers don't count"),
+    (("relu between", "in-place relu between"), "two operators save one tensor: count its storage once"),
+    (("three views", "slice"), "views keep their whole storage alive: count storages, not shapes"),
+    (("dropout mask", "embedding"), "masks are bool and indices int64: take the storage's bytes, not 4 x n"),
+)
+_CASES_2_3 = tuple(name for names, _ in _GROUPS_2_3 for name in names)
+
+
+def _dims_2_3(seed: int) -> dict[str, tuple[int, int, int]]:
+    rng = _random("2.3", seed)
+    return {
+        name: (rng.randrange(20, 40), rng.randrange(41, 60), rng.randrange(61, 90)) for name in _CASES_2_3
+    }
+
+
+def saved_by(name: str, n: int, d: int, k: int) -> int:
+    """Bytes that the hidden module saves, parameters and buffers excluded; the input is (n, d) fp32."""
+    return {
+        "linear": 4 * n * d,
+        "frozen linear": 0,
+        "relu": 4 * n * d,
+        "softmax": 4 * n * d,
+        "tanh": 4 * n * d,
+        "add and scale": 0,
+        "layer norm": 4 * n * d + 8 * n,
+        "batch norm": 4 * n * d + 8 * d,
+        "relu between": 4 * n * d + 4 * n * k,
+        "in-place relu between": 4 * n * d + 4 * n * k,
+        "three views": 4 * n * d + 4 * n * 3 * k + 4 * n * k,
+        "slice": 4 * n * d,
+        "dropout mask": n * d,
+        "embedding": 8 * n,
+    }[name]
+
+
+def _case_2_3(name: str, n: int, d: int, k: int) -> tuple[nn.Module, torch.Tensor]:
+    """A hidden module and its input."""
+    import torch
+    from torch import nn
+
+    class Apply(nn.Module):
+        def __init__(self, function: Callable[..., torch.Tensor], **modules: nn.Module) -> None:
+            super().__init__()
+            self.function = function
+            for key, module in modules.items():
+                self.add_module(key, module)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.function(x, *self.children())
+            return y
+
+    def three_views(x: torch.Tensor, project: nn.Module) -> torch.Tensor:
+        q, key, v = project(x).chunk(3, dim=-1)
+        y: torch.Tensor = q * key * v
+        return y
+
+    modules: dict[str, Callable[[], nn.Module]] = {
+        "linear": lambda: nn.Linear(d, k),
+        "frozen linear": lambda: nn.Linear(d, k).requires_grad_(False),
+        "relu": nn.ReLU,
+        "softmax": lambda: nn.Softmax(dim=-1),
+        "tanh": nn.Tanh,
+        "add and scale": lambda: Apply(lambda x: (x + x) * 0.5 - x),
+        "layer norm": lambda: nn.LayerNorm(d),
+        "batch norm": lambda: nn.BatchNorm1d(d),
+        "relu between": lambda: nn.Sequential(nn.Linear(d, k), nn.ReLU(), nn.Linear(k, d)),
+        "in-place relu between": lambda: nn.Sequential(
+            nn.Linear(d, k), nn.ReLU(inplace=True), nn.Linear(k, d)
+        ),
+        "three views": lambda: Apply(three_views, project=nn.Linear(d, 3 * k)),
+        "slice": lambda: Apply(lambda x, linear: linear(x[:, : d // 3]), linear=nn.Linear(d // 3, k)),
+        "dropout mask": lambda: Apply(lambda x: torch.native_dropout(x, 0.25, True)[0]),
+        "embedding": lambda: nn.Embedding(k, d),
+    }
+    x = torch.arange(n) if name == "embedding" else torch.randn(n, d)
+    needs_grad = name not in (
+        "linear",
+        "relu between",
+        "in-place relu between",
+        "three views",
+        "slice",
+        "embedding",
+    )
+    return modules[name](), x.requires_grad_() if needs_grad else x
+
+
+def _evidence_2_3(answer: Any, seed: int) -> Evidence:
+    def work() -> Evidence:
+        import torch
+
+        torch.manual_seed(seed % 2**32)
+        saved = {}
+        for name, dims in _dims_2_3(seed).items():
+            saved[name] = call(answer, *_case_2_3(name, *dims))
+        return {"seed": seed, "saved": saved, "leaks": _leaks(answer)}
+
+    return in_child(work, seconds=30, memory=2 * GIB)
+
+
+def _leaks(answer: Any) -> bool:
+    """The output of a module, and with it the graph, is still alive after the answer returned."""
+    import torch
+    from torch import nn
+
+    outputs: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(x)
+            outputs.append(weakref.ref(y))
+            return y
+
+    call(answer, Watched(), torch.ones(8, 8, requires_grad=True))
+    gc.collect()
+    return any(output() is not None for output in outputs)
+
+
+def _score_2_3(evidence: Evidence) -> Score:
+    tally = Tally()
+    dims = _dims_2_3(evidence["seed"])
+    linear = False
+    for names, hint in _GROUPS_2_3:
+        wrong = _first(_wrong_2_3(name, dims[name], evidence["saved"][name], hint) for name in names)
+        if names[0] == "add and scale" and not linear:  # a function that always returns 0 isn't right here
+            wrong = wrong or "add: 0 B is right, and counts once a Linear is right as well"
+        earned = _award(tally, 0.5, wrong)
+        linear = linear or (names[0] == "linear" and earned)
+    if linear:
+        tally.award(
+            0.5,
+            evidence["leaks"] is False,
+            "after your function returned, tanh's output was still alive: return t.detach() from the pack "
+            "hook (an output that keeps itself is never freed), and keep byte counts, not tensors",
+        )
+    return tally.score()
+
+
+def _wrong_2_3(name: str, dims: tuple[int, int, int], entry: Any, hint: str) -> str | None:
+    if error := _error(entry):
+        return f"{name}: your function stopped with {error}"
+    value, expected = _value(entry), saved_by(name, *dims)
+    if type(value) is int and value == expected:
+        return None
+    n, d, k = dims
+    return _wrong_count(f"{name}, n = {n}, d = {d}, k = {k}", value, expected, hint)
+
+
+# -- 2.4 act_bytes -----------------------------------------------------------------------------------------
+
+
+def block_activation_bytes(s: int, b: int, h: int, a: int, layers: int) -> int:
+    """Saved bytes of `layers` transformer blocks in 16 bit with dropout: s*b*h*(34 + 5*a*s/h) each.
+
+    Eager attention; embeddings, logits and the loss not included (Korthikanti et al., arXiv:2205.05198).
+    """
+    return layers * (34 * s * b * h + 5 * a * b * s * s)
+
+
+def _shapes_2_4(seed: int) -> list[tuple[int, int, int, int, int]]:
+    """Three configurations (s, b, h, a, L); `act_bytes` is asked at s, 2s and 4s."""
+    rng = _random("2.4", seed)
+    shapes = []
+    for _ in range(3):
+        heads = rng.randrange(6, 40)
+        h = heads * rng.choice((48, 80, 96, 112))
+        shapes.append((32 * rng.randrange(3, 30), rng.randrange(1, 20), h, heads, rng.randrange(4, 90)))
+    return shapes
+
+
+def _evidence_2_4(answer: Any, seed: int) -> Evidence:
+    answers = [
+        [call(answer, factor * s, b, h, a, layers) for factor in (1, 2, 4)]
+        for s, b, h, a, layers in _shapes_2_4(seed)
+    ]
+    return {"seed": seed, "answers": answers}
+
+
+def _score_2_4(evidence: Evidence) -> Score:
+    tally = Tally()
+    linear: list[str] = []
+    square: list[str] = []
+    for (s, b, h, a, layers), entries in zip(_shapes_2_4(evidence["seed"]), evidence["answers"], strict=True):
+        error = next((text for entry in entries if (text := _error(entry))), None)
+        values = [_value(entry) for entry in entries]
+        if error or not all(is_number(v) for v in values):
+            reason = error or f"it returned {_kind(next(v for v in values if not is_number(v)))}"
+            return Score(0, (f"act_bytes({s}, {b}, {h}, {a}, {layers}): {reason}; return a number of bytes",))
+        right = [block_activation_bytes(f * s, b, h, a, layers) for f in (1, 2, 4)]
+        if unit := _unit_slip(values[0], right[0]):
+            return Score(0, (f"that is the right size in {unit}; return bytes",))
+        # values = A*f + B*f*f at f = 1, 2, 4; per element, A is what is linear in s, B/s what grows with it
+        square_part = (values[1] - 2 * values[0]) / 2
+        linear_part = values[0] - square_part
+        consistent = close(values[2], 4 * linear_part + 16 * square_part, 0.01)
+        element = s * b * h * layers
+        at = f"at s={s}, b={b}, h={h}, a={a}, L={layers}"
+        if not consistent or not close(linear_part, 34 * element, 0.01):
+            linear.append(
+                f"{at}: the part linear in s is {linear_part / element:.3g} B per element of (s, b, h) and "
+                "layer, a block keeps 34: go through its operators one by one"
+            )
+        if not consistent or not close(square_part, right[0] - 34 * element, 0.01):
+            square.append(
+                f"{at}: the part quadratic in s is {square_part / (layers * b * a * s * s):.3g} B per score, "
+                "a block keeps 5: which three tensors have the shape (b, a, s, s), and how wide are they?"
+            )
+    _award(tally, 1, _first(linear))
+    _award(tally, 1, _first(square))
+    return tally.score()
+
+
+# -- 2.5 min_cards, train_days -----------------------------------------------------------------------------
+
+
+def _cards_2_5(seed: int) -> list[tuple[int, int, int]]:
+    """(parameters, bytes per parameter, bytes of a card); the last one fills its cards exactly."""
+    rng = _random("2.5 cards", seed)
+    card = rng.choice((24, 40, 48, 80)) * GB
+    cases = [(rng.randrange(10**9, 10**12), rng.choice((6, 8, 16, 18)), card) for _ in range(4)]
+    cases.append((rng.randrange(10**9, 10**11), 16, 85_198_045_184))
+    return [*cases, (rng.randrange(3, 90) * card // 16, 16, card)]
+
+
+def _runs_2_5(seed: int) -> list[tuple[int, int, int, float, bool]]:
+    """(parameters, tokens, cards, FLOP/s of one card, recompute)."""
+    rng = _random("2.5 days", seed)
+    return [
+        (
+            rng.randrange(10**9, 10**12),
+            rng.randrange(10**11, 10**13),
+            rng.randrange(8, 4096),
+            rng.randrange(60, 500) * 1e12,
+            recompute,
+        )
+        for recompute in (True, False)
+        for _ in range(2)
+    ]
+
+
+def _evidence_2_5(answer: Any, seed: int) -> Evidence:
+    min_cards, train_days = _two(answer, "2.5", "min_cards", "train_days")
+    cards = [_guarded(min_cards, *case) for case in _cards_2_5(seed)]
+    days = [_guarded(train_days, *case) for case in _runs_2_5(seed)]
+    if all(entry.get("not_written") for entry in cards + days):
+        raise NotImplementedError("exercise 2.5")
+    return {"seed": seed, "cards": cards, "days": days}
+
+
+def _score_2_5(evidence: Evidence) -> Score:
+    tally = Tally()
+    wrong = [
+        _wrong_cards(case, entry)
+        for case, entry in zip(_cards_2_5(evidence["seed"]), evidence["cards"], strict=True)
+    ]
+    _award(tally, 1, (found := _first(wrong)) and f"min_cards: {found}")
+    runs = list(zip(_runs_2_5(evidence["seed"]), evidence["days"], strict=True))
+    for recompute in (True, False):
+        found = _first(_wrong_days(case, entry) for case, entry in runs if case[4] is recompute)
+        _award(tally, 0.5, found and f"train_days: {found}")
+    return tally.score()
+
+
+def _wrong_cards(case: tuple[int, int, int], entry: Any) -> str | None:
+    if error := _error(entry):
+        return error
+    value = _value(entry)
+    parameters, size, card = case
+    expected = -(-parameters * size // card)
+    if type(value) is int and value == expected:
+        return None
+    if type(value) is not int:
+        return f"cards are whole: return an int, you returned {_kind(value)}"
+    if parameters * size % card == 0:
+        return f"{parameters * size:,} B fill {expected} cards of {card:,} B exactly, you said {value}"
+    hint = "round up: a part of a card is a card" if value == expected - 1 else "states / card, rounded up"
+    return f"{parameters:,} x {size} B on cards of {card:,} B: you said {value}, it takes {expected}: {hint}"
+
+
+def _wrong_days(case: tuple[int, int, int, float, bool], entry: Any) -> str | None:
+    if error := _error(entry):
+        return error
+    value = _value(entry)
+    parameters, tokens, cards, flops, recompute = case
+    expected = (8 if recompute else 6) * parameters * tokens / (cards * flops) / 86_400
+    if close(value, expected):
+        return None
+    if not is_number(value):
+        return f"return a number of days, you returned {_kind(value)}"
+    name = f"recompute={recompute}"
+    for factor, hint in (
+        (86_400, "those are seconds: a day has 86,400"),
+        (24, "those are hours"),
+        (cards, "divide by the number of cards: they work at the same time"),
+        (0.25, "2 FLOP per parameter and token is the forward alone; backward takes twice that"),
+        (1 / 3, "2 FLOP per parameter and token is the forward alone; backward takes twice that"),
+        (0.75, "recomputing the activations is one more forward: 8 FLOP per parameter and token"),
+        (4 / 3, "without recomputation it is 6 FLOP per parameter and token"),
+    ):
+        if close(value, expected * factor):
+            return f"{name}: {hint}"
+    return f"{name}: you said {value:.4g} days, it is {expected:.4g}: FLOP of the run / FLOP/s of all cards"
+
+
+EXERCISES: tuple[Exercise, ...] = (
+    Exercise("2.1", "states", 3, _evidence_2_1, _score_2_1, "section 2, 'Sixteen bytes for every parameter'"),
+    Exercise("2.2", "measure_states, step_peak", 4, _evidence_2_2, _score_2_2, "sections 3 and 4"),
+    Exercise("2.3", "saved_bytes", 4, _evidence_2_3, _score_2_3, "section 5, 'What autograd keeps'"),
+    Exercise("2.4", "act_bytes", 2, _evidence_2_4, _score_2_4, "section 6, 'One block, tensor by tensor'"),
+    Exercise("2.5", "min_cards, train_days", 2, _evidence_2_5, _score_2_5, "section 8, 'How many cards'"),
+)
