@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, StrMethodFormatter
 
 from memlab import units
 
@@ -44,10 +44,10 @@ INK, FAINT, LIMIT = "#222222", "#8A8A8A", "#B03A00"
 
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
-    "font.size": 10.5,
-    "figure.titlesize": 11.5,
+    "font.size": 11.5,
+    "figure.titlesize": 12.5,
     "figure.titleweight": "bold",
-    "axes.labelsize": 10,
+    "axes.labelsize": 11,
     "axes.edgecolor": FAINT,
     "axes.labelcolor": INK,
     "axes.spines.top": False,
@@ -59,7 +59,7 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "legend.frameon": False,
-    "legend.fontsize": 9,
+    "legend.fontsize": 10.5,
     "figure.dpi": 110,
     "savefig.dpi": 110,
     "figure.facecolor": "white",
@@ -127,8 +127,8 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
             start, stop = max(start - first, 0), stop - first
             if 0 < start < stop:
                 ax.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
-            if stop - start >= (0.011 * len(name) + 0.01) * last:
-                ax.text((start + stop) / 2, top_y * 1.24, name, ha="center", va="top", fontsize=9.5)
+            if stop - start >= (0.014 * len(name) + 0.01) * last:
+                ax.text((start + stop) / 2, top_y * 1.24, name, ha="center", va="top", fontsize=10.5)
         late = peak_x > last / 2
         _peak(ax, peak_x, peak / scale, f"peak {units.format_bytes(peak)}", late)
         limit = ""
@@ -137,9 +137,10 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
             _limit(ax, budget / scale if near else None, f"budget {units.format_bytes(budget)}", left=late)
         largest = max(units.CONSUMERS, key=at_peak.__getitem__)
         share = at_peak[largest] / peak if peak else 0.0
-        held = f"{_word(largest)} hold {share:.0%} of it"
-        heading = title or f"The step peaks at {units.format_bytes(peak)} in {phase}; {held}"
+        held = f"{_word(largest)} are {share:.0%} of it"
+        heading = title or f"Peak {units.format_bytes(peak)} in {phase}: {held}"
         _finish(ax, heading, "allocations and frees of the step, in order", f"live tensors ({unit})")
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         ax.grid(axis="y")
         _legend(figure)
         told = f"At the peak, in {phase}: {_listed(at_peak)}.{limit}"
@@ -177,22 +178,22 @@ def consumers(
                     y, width, left=left, height=0.66, color=COLOURS[name], edgecolor="white", linewidth=0.6
                 )
                 text = f"{width:.3g}"
-                if width * scale > extent * (0.02 + 0.017 * len(text)):
+                if width * scale > extent * (0.015 + 0.0185 * len(text)):
                     ax.text(
                         left + width / 2,
                         y,
                         text,
                         ha="center",
                         va="center",
-                        fontsize=9,
+                        fontsize=10,
                         color=_on(COLOURS[name]),
                     )
                 left += width
             over = capacity is not None and totals[label] > capacity
             note = _in(totals[label], scale, unit) + (" doesn't fit" if over else "")
-            right = max(right, left / (1 - 0.016 * len(note)))
+            right = max(right, left / (1 - 0.0185 * len(note)))
             ax.text(
-                left + extent / scale * 0.01, y, note, va="center", fontsize=9.5, fontweight="bold",
+                left + extent / scale * 0.01, y, note, va="center", fontsize=10.5, fontweight="bold",
                 color=LIMIT if over else INK,
             )  # fmt: skip
         ax.set_yticks(range(len(rows)), [textwrap.fill(label, 22) for label in rows])
@@ -247,7 +248,7 @@ def waterfall(
                 y,
                 units.format_bytes(amount),
                 va="center",
-                fontsize=9.5,
+                fontsize=10.5,
                 fontweight="bold",
             )
         for y, (_, before, after) in enumerate(steps, start=1):
@@ -255,7 +256,7 @@ def waterfall(
             ax.barh(y, high - low, left=low, height=0.66, color=_LESS if after < before else _MORE)
             sign = "−" if after < before else "+" if after > before else "±"
             ax.text(
-                high + pad, y, f"{sign}{_in(abs(after - before), scale, unit)}", va="center", fontsize=9.5
+                high + pad, y, f"{sign}{_in(abs(after - before), scale, unit)}", va="center", fontsize=10.5
             )
             ax.plot([before / scale] * 2, [y - 0.67, y - 0.33], color=FAINT, linewidth=0.8)
         ax.plot([level / scale] * 2, [end - 0.67, end - 0.33], color=FAINT, linewidth=0.8)
@@ -263,7 +264,7 @@ def waterfall(
         ax.set_yticks(range(len(labels)), [textwrap.fill(label, 26) for label in labels])
         ax.tick_params(axis="y", length=0)
         ax.set_ylim(end + 0.5, -0.5)
-        ax.set_xlim(0, extent / scale * 1.2 or 1)
+        ax.set_xlim(0, extent / scale * 1.24 or 1)
         if capacity is not None:
             _limit(ax, capacity / scale, f"capacity {units.format_bytes(capacity)}", upright=True)
         saved = max(steps, key=lambda step: step[1] - step[2], default=None)
@@ -291,20 +292,20 @@ def bandwidths(
     finding = "Each level of memory is far slower than the one above it"
     if len(ordered) > 1:
         ratio = ordered[0][1] / ordered[-1][1]
-        finding = f"{ordered[0][0]} moves {ratio:,.0f} times the bytes of {ordered[-1][0]} in the same time"
+        finding = f"{ordered[0][0]} is {ratio:,.3g} times as fast as {ordered[-1][0]}"
     return _log_bars(
-        [(label, value / units.GB, _rate(value)) for label, value in ordered],
+        [
+            (label, value / units.GB, _rate(value) + (", measured here" if label in measured else ""))
+            for label, value in ordered
+        ],
         measured, title or finding, "GB/s (10⁹ bytes per second, log scale)",
     )  # fmt: skip
 
 
-def times(
-    rows: Sequence[tuple[str, float]], measured: Sequence[str] = (), title: str | None = None
-) -> Figure:
-    """Seconds per label as bars on a log axis, in the order given."""
-    finding = title or "The same bytes, path by path"
+def times(rows: Sequence[tuple[str, float]], title: str, dark: Sequence[str] = ()) -> Figure:
+    """Seconds per label as bars on a log axis, in the order given; the labels in `dark` stand out."""
     return _log_bars(
-        [(label, value, seconds(value)) for label, value in rows], measured, finding, "seconds (log scale)"
+        [(label, value, seconds(value)) for label, value in rows], dark, title, "seconds (log scale)"
     )
 
 
@@ -316,26 +317,24 @@ def seconds(value: float) -> str:
     return f"{value / 1e-9:.3g} ns"
 
 
-def _log_bars(
-    rows: Sequence[tuple[str, float, str]], measured: Sequence[str], heading: str, axis: str
-) -> Figure:
+def _log_bars(rows: Sequence[tuple[str, float, str]], dark: Sequence[str], heading: str, axis: str) -> Figure:
     if not rows:
         raise ValueError("nothing to draw: give at least one (label, value)")
     for label, value, _ in rows:
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{label!r}: {value!r} has no place on a log axis; give a number above 0")
-    low, high = (math.log10(pick(value for _, value, _ in rows)) for pick in (min, max))
-    floor = math.floor(low - 0.15)
+    floor = math.floor(math.log10(min(value for _, value, _ in rows)) - 0.15)
     with _figure(7, 1.25 + 0.36 * len(rows)) as figure:
         ax = figure.subplots()
         for y, (label, value, text) in enumerate(rows):
-            here = label in measured
-            ax.barh(y, value, height=0.66, color=_TOTAL if here else _LESS)
-            note = f" {text}" + (", measured here" if here else "")
-            ax.text(value, y, note, va="center", fontsize=9.5, fontweight="bold" if here else "normal")
+            stands_out = label in dark
+            ax.barh(y, value, height=0.66, color=_TOTAL if stands_out else _LESS)
+            weight = "bold" if stands_out else "normal"
+            ax.text(value, y, f" {text}", va="center", fontsize=10.5, fontweight=weight)
         ax.set_xscale("log")
-        room = 0.45 if any(label in measured for label, _, _ in rows) else 0.2
-        ax.set_xlim(10**floor, 10 ** (high + room * (high - floor)))
+        # Room for each text at the end of its bar: 0.022 of the width for a character.
+        span = max((math.log10(value) - floor) / (1 - 0.022 * len(text) - 0.02) for _, value, text in rows)
+        ax.set_xlim(10**floor, 10 ** (floor + span))
         ax.set_yticks(range(len(rows)), [textwrap.fill(label, 28) for label, _, _ in rows])
         ax.tick_params(axis="y", length=0)
         ax.set_ylim(len(rows) - 0.4, -0.6)
@@ -402,8 +401,8 @@ def _bars_finding(
     share = row[largest] / totals[label] if totals[label] else 0.0
     if capacity is not None:
         fits = "fits in" if totals[label] <= capacity else "doesn't fit in"
-        return f"{label} {fits} {units.format_bytes(capacity)}; {_word(largest)} hold {share:.0%} of its peak"
-    return f"{label} needs {units.format_bytes(totals[label])}; {_word(largest)} hold {share:.0%} of it"
+        return f"{label} {fits} {units.format_bytes(capacity)}; {_word(largest)} are {share:.0%} of its peak"
+    return f"{label} needs {units.format_bytes(totals[label])}; {_word(largest)} are {share:.0%} of it"
 
 
 def _on(colour: str) -> str:
@@ -424,7 +423,7 @@ def _peak(ax: Axes, x: float, y: float, text: str, leftwards: bool) -> None:
 
 def _limit(ax: Axes, at: float | None, text: str, *, upright: bool = False, left: bool = False) -> None:
     """The line of what there is; where it lies far off the scale, words in a corner."""
-    across: dict[str, Any] = {"fontsize": 9, "color": LIMIT, "va": "bottom"}
+    across: dict[str, Any] = {"fontsize": 10, "color": LIMIT, "va": "bottom"}
     if at is None:
         ax.text(1, 1, f"{text}, off the scale", transform=ax.transAxes, ha="right", **across)
     elif upright:
@@ -442,7 +441,7 @@ def _limit(ax: Axes, at: float | None, text: str, *, upright: bool = False, left
 
 
 def _finish(ax: Axes, heading: str, x: str | None, y: str | None) -> None:
-    ax.figure.suptitle(textwrap.fill(heading, 78), x=0.01, ha="left", color=INK)
+    ax.figure.suptitle(textwrap.fill(heading, 60), x=0.01, ha="left", color=INK)
     if x:
         ax.set_xlabel(x)
     if y:
@@ -452,6 +451,6 @@ def _finish(ax: Axes, heading: str, x: str | None, y: str | None) -> None:
 def _legend(figure: Figure) -> None:
     handles = [Patch(color=COLOURS[name], label=_word(name)) for name in units.CONSUMERS]
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.3, handlelength=1.1,
-        handletextpad=0.5,
+        handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.0, handlelength=0.9,
+        handletextpad=0.4,
     )  # fmt: skip
