@@ -1,9 +1,9 @@
 """Architectures as data, with every parameter by name and shape: no weights, no torch.
 
-`model("gpt2")` gives a `TransformerConfig` or a `ConvConfig`; `config.parameters()` lists what is trained, in the
-module's order, `config.buffers()` what isn't trained but lives on the GPU. `memlab.nets` builds modules whose
-`named_parameters()` and `named_buffers()` have exactly these names and shapes. A tied tensor appears once.
-Linear weights are (out, in), convolutions (out, in, rows, columns), embeddings (vocabulary, hidden).
+`model("gpt2")` gives a `TransformerConfig` or a `ConvConfig`; `config.parameters()` lists what is trained, in
+the module's order, `config.buffers()` what isn't trained but lives on the GPU. `memlab.nets` builds modules
+whose `named_parameters()` and `named_buffers()` have exactly these names and shapes. A tied tensor appears
+once. Linear weights are (out, in), convolutions (out, in, rows, columns), embeddings (vocabulary, hidden).
 
 The names (i counts blocks from 0)::
 
@@ -12,11 +12,11 @@ The names (i counts blocks from 0)::
            blocks.i.norm2.{weight,bias}     blocks.i.mlp.up.{weight,bias}     blocks.i.mlp.down.{weight,bias}
            norm.{weight,bias}               (head: the token embedding, tied)
     bert   embed.token.weight  embed.position.weight  embed.type.weight  embed.norm.{weight,bias}
-           blocks.i.attn.{query,key,value,out}.{weight,bias}   blocks.i.norm1.{weight,bias}   (after attention)
-           blocks.i.mlp.{up,down}.{weight,bias}                blocks.i.norm2.{weight,bias}   (after the MLP)
+           blocks.i.attn.{query,key,value,out}.{weight,bias}   blocks.i.norm1.{weight,bias}  (after attention)
+           blocks.i.mlp.{up,down}.{weight,bias}                blocks.i.norm2.{weight,bias}  (after the MLP)
            pooler.{weight,bias}
     llama  embed.token.weight
-           blocks.i.norm1.weight   blocks.i.attn.{query,key,value,out}.weight  (query, key, value .bias: Qwen2)
+           blocks.i.norm1.weight   blocks.i.attn.{query,key,value,out}.weight  (three biases: Qwen2)
            blocks.i.norm2.weight   blocks.i.mlp.{gate,up,down}.weight
            norm.weight             head.weight (unless tied)           buffer: rope.inverse_frequency
     lenet, alexnet, vgg   convs.i.{weight,bias}   fcs.i.{weight,bias}
@@ -30,10 +30,11 @@ The names (i counts blocks from 0)::
               norm.{weight,bias}   fc.{weight,bias}
     every batch norm: buffers .running_mean, .running_var (fp32), .num_batches_tracked (int64)
 
-What is trained: gpt2 and llama families predict the next token (logits over the vocabulary, cross entropy). BERT is
-the encoder with its pooler, the model that published counts mean (bert-large: 335,141,888): no masked-language head.
-Its loss is a cross entropy over the pooled vector, one target per sequence, the pooled vector serving as the logits:
-every parameter gets a gradient and no head is added. Convnets classify (cross entropy).
+What is trained: gpt2 and llama families predict the next token (logits over the vocabulary, cross entropy).
+BERT is the encoder with its pooler, the model that published counts mean (bert-large: 335,141,888): no
+masked-language head. Its loss is a cross entropy over the pooled vector, one target per sequence, the pooled
+vector serving as the logits: every parameter gets a gradient and no head is added. Convnets classify (cross
+entropy).
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class ConfigError(ValueError):
 class TransformerConfig:
     """A dense transformer of the GPT-2, BERT or Llama family (Mistral and Qwen2 are of the last).
 
-    `positions` is 'learned' (an embedding, the context is a hard limit) or 'rope'. `head_dim` is the width of one
-    head; query is (heads * head_dim, hidden), key and value are (kv_heads * head_dim, hidden).
+    `positions` is 'learned' (an embedding, the context is a hard limit) or 'rope'. `head_dim` is the width of
+    one head; query is (heads * head_dim, hidden), key and value are (kv_heads * head_dim, hidden).
     """
 
     name: str
@@ -214,7 +215,7 @@ class ConvConfig:
 
     @property
     def blocks(self) -> int:
-        """Blocks that activation checkpointing can wrap: a VGG stage, a residual block, a dense layer; else 0."""
+        """Blocks that activation checkpointing can wrap: VGG stages, residual blocks, dense layers; else 0."""
         if self.family == "vgg":
             return len(self.depths)
         return sum(self.depths)
@@ -384,7 +385,8 @@ def _llama(
 
 def _resnet(name: str, depths: tuple[int, ...]) -> ConvConfig:
     return ConvConfig(
-        name=name, family="resnet", image=224, channels=3, classes=1000, widths=(64, 128, 256, 512), depths=depths,
+        name=name, family="resnet", image=224, channels=3, classes=1000, widths=(64, 128, 256, 512),
+        depths=depths,
         source="He et al., arXiv:1512.03385, table 1; stride in the 3x3 convolution, as torchvision",
     )  # fmt: skip
 
@@ -395,13 +397,16 @@ _ALL: tuple[TransformerConfig | ConvConfig, ...] = (
     _gpt2("gpt2-large", 36, 1280, 20),
     _gpt2("gpt2-xl", 48, 1600, 25),
     _gpt2("gpt3-175b", 96, 12288, 96, context=2048,
-          source="Brown et al., arXiv:2005.14165, table 2.1; dense attention in every layer (the paper alternates "
-          "dense and sparse), GPT-2's vocabulary of 50257"),
+          source="Brown et al., arXiv:2005.14165, table 2.1; dense attention in every layer (the paper "
+          "alternates dense and sparse), GPT-2's vocabulary of 50257"),
     _bert("bert-base", 12, 768, 12),
     _bert("bert-large", 24, 1024, 16),
-    _llama("llama2-7b", 32, 4096, 32, 32, 11008, 32000, 4096, source="config.json of meta-llama/Llama-2-7b-hf"),
-    _llama("llama2-13b", 40, 5120, 40, 40, 13824, 32000, 4096, source="config.json of meta-llama/Llama-2-13b-hf"),
-    _llama("llama2-70b", 80, 8192, 64, 8, 28672, 32000, 4096, source="config.json of meta-llama/Llama-2-70b-hf"),
+    _llama("llama2-7b", 32, 4096, 32, 32, 11008, 32000, 4096,
+           source="config.json of meta-llama/Llama-2-7b-hf"),
+    _llama("llama2-13b", 40, 5120, 40, 40, 13824, 32000, 4096,
+           source="config.json of meta-llama/Llama-2-13b-hf"),
+    _llama("llama2-70b", 80, 8192, 64, 8, 28672, 32000, 4096,
+           source="config.json of meta-llama/Llama-2-70b-hf"),
     _llama("llama3-8b", 32, 4096, 32, 8, 14336, 128256, 8192, theta=500_000.0,
            source="config.json of meta-llama/Meta-Llama-3-8B"),
     _llama("llama3-70b", 80, 8192, 64, 8, 28672, 128256, 8192, theta=500_000.0,
@@ -419,15 +424,16 @@ _ALL: tuple[TransformerConfig | ConvConfig, ...] = (
     _llama("smollm2-1.7b", 24, 2048, 32, 32, 8192, 49152, 8192, tied=True, theta=130_000.0,
            source="config.json of HuggingFaceTB/SmolLM2-1.7B"),
     _llama("mistral-7b", 32, 4096, 32, 8, 14336, 32000, 32768, theta=1_000_000.0,
-           source="config.json of mistralai/Mistral-7B-Instruct-v0.2: v0.1's shapes without its sliding window"),
+           source="config.json of mistralai/Mistral-7B-Instruct-v0.2 (v0.1 has the same shapes and a sliding "
+           "window of 4096)"),
     ConvConfig(
         name="lenet5", family="lenet", image=32, channels=1, classes=10, widths=(6, 16), fcs=(120, 84),
-        source="LeCun et al. 1998, as taught today: plain average pooling without coefficients, C3 connected to all "
-        "of S2, ten linear outputs (61,706 parameters; the paper's has 60,000)",
+        source="LeCun et al. 1998, as taught today: plain average pooling without coefficients, C3 connected to "
+        "all of S2, ten linear outputs (61,706 parameters; the paper's has 60,000)",
     ),
     ConvConfig(
-        name="alexnet", family="alexnet", image=224, channels=3, classes=1000, widths=(64, 192, 384, 256, 256),
-        fcs=(4096, 4096), min_image=63,
+        name="alexnet", family="alexnet", image=224, channels=3, classes=1000,
+        widths=(64, 192, 384, 256, 256), fcs=(4096, 4096), min_image=63,
         source="Krizhevsky, arXiv:1404.5997 (one tower, no local response normalization), as torchvision",
     ),
     ConvConfig(
@@ -467,7 +473,8 @@ _BY_KEY = {_key(name): name for name in MODELS} | {
 
 
 def model(name: str) -> TransformerConfig | ConvConfig:
-    """The config of a known model, in any case and with hyphens anywhere; or of a `config.json` given by its path.
+    """The config of a known model, in any case and with hyphens anywhere; or of a `config.json` given by its
+    path.
 
     Raises UnknownNameError with near matches, or ConfigError for a file that can't be read.
     """
@@ -552,10 +559,10 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any]]:
 def from_hf(source: str | Path | Mapping[str, Any]) -> TransformerConfig:
     """A transformer from a Hugging Face `config.json`: its path, its folder, or its content.
 
-    Knows the model types gpt2, bert, llama, mistral and qwen2. Keys that a config leaves out take the defaults of
-    `transformers`; sizes must be there. Raises ConfigError, one line with the file and the key, for any other type,
-    for missing or impossible values and for bad JSON. A sliding window is not modelled: attention is counted over
-    the whole sequence.
+    Knows the model types gpt2, bert, llama, mistral and qwen2. Keys that a config leaves out take the
+    defaults of `transformers`; sizes must be there. Raises ConfigError, one line with the file and the key,
+    for any other type, for missing or impossible values and for bad JSON. A sliding window is not modelled:
+    attention is counted over the whole sequence.
     """
     where, values = ("config", source) if isinstance(source, Mapping) else _read_config(source)
     kind = values.get("model_type")
@@ -598,8 +605,9 @@ def _hf_bert(name: str, keys: _Keys) -> TransformerConfig:
         raise ConfigError(f"{keys.where}: position_embedding_type {kind!r} isn't supported here: absolute")
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     return TransformerConfig(
-        name=name, family="bert", layers=keys.size("num_hidden_layers"), hidden=hidden, heads=heads, kv_heads=heads,
-        head_dim=_split(keys, hidden, heads), ffn=keys.size("intermediate_size"), vocab=keys.size("vocab_size"),
+        name=name, family="bert", layers=keys.size("num_hidden_layers"), hidden=hidden, heads=heads,
+        kv_heads=heads, head_dim=_split(keys, hidden, heads), ffn=keys.size("intermediate_size"),
+        vocab=keys.size("vocab_size"),
         context=keys.size("max_position_embeddings"), tied=False, qkv_bias=True,
         activation=keys.activation("bert", "hidden_act", "gelu"), norm="layernorm",
         norm_eps=keys.number("layer_norm_eps", 1e-12), positions="learned",
@@ -622,7 +630,8 @@ def _hf_llama(name: str, kind: str, keys: _Keys) -> TransformerConfig:
     theta = _Keys(keys.where, rope).number("rope_theta", 10_000.0) if isinstance(rope, dict) else 10_000.0
     return TransformerConfig(
         name=name, family="llama", layers=keys.size("num_hidden_layers"), hidden=hidden, heads=heads,
-        kv_heads=kv_heads, head_dim=head_dim, ffn=keys.size("intermediate_size"), vocab=keys.size("vocab_size"),
+        kv_heads=kv_heads, head_dim=head_dim, ffn=keys.size("intermediate_size"),
+        vocab=keys.size("vocab_size"),
         context=keys.size("max_position_embeddings"), tied=keys.flag("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2", activation=keys.activation("llama", "hidden_act", "silu"), norm="rmsnorm",
         norm_eps=keys.number("rms_norm_eps", 1e-6), positions="rope",

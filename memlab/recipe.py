@@ -1,8 +1,9 @@
 """Every switch of a training step that moves memory, validated.
 
-A `Recipe` says how a model is trained: precision, optimizer, batch, checkpointing, attention, sharding and offload.
-It is frozen; wrong values and combinations that can't work are refused when it is made, those that depend on the
-model by `Recipe.resolve(config)`. Every field is a flag of the command line and a key of a TOML file.
+A `Recipe` says how a model is trained: precision, optimizer, batch, checkpointing, attention, sharding and
+offload. It is frozen; wrong values and combinations that can't work are refused when it is made, those that
+depend on the model by `Recipe.resolve(config)`. Every field is a flag of the command line and a key of a TOML
+file.
 
 What the values mean:
 
@@ -11,25 +12,27 @@ precision
     value                   parameters  gradients  master copy   optimizer state  matrix products, activations
     ======================  ==========  =========  ============  ===============  ==========================
     fp32                    fp32        fp32       none          fp32             fp32
-    amp-bf16, amp-fp16      fp32        fp32       none          fp32             16-bit where autocast says so
+    amp-bf16, amp-fp16      fp32        fp32       none          fp32             16-bit where autocast says
     bf16                    bf16        bf16       none          bf16             bf16
     bf16-master             bf16        bf16       fp32          fp32             bf16
     ======================  ==========  =========  ============  ===============  ==========================
 
-    The master copy counts as optimizer state. With amp-* autocast makes 16-bit copies of the weights in forward
-    (temporaries, kept until the autocast region ends, those saved for backward until backward has used them).
+    The master copy counts as optimizer state. With amp-* autocast makes 16-bit copies of the weights in
+    forward (temporaries, kept until the autocast region ends, those saved for backward until backward has
+    used them).
 checkpointing
-    `full`: each block is one checkpoint; `every-K`: K consecutive blocks are one; `selective`: inside each block the
-    outputs of linear layers and of a fused attention kernel are kept, all else (norms, activation functions,
-    dropout, eager attention scores) is recomputed.
+    `full`: each block is one checkpoint; `every-K`: K consecutive blocks are one; `selective`: inside each
+    block the outputs of linear layers and of a fused attention kernel are kept, all else (norms, activation
+    functions, dropout, eager attention scores) is recomputed.
 attention
-    `eager`: scores and softmax are stored tensors; `sdpa`: torch's scaled_dot_product_attention, which picks a fused
-    kernel where it can; `flash`: the flash kernel, or refused.
+    `eager`: scores and softmax are stored tensors; `sdpa`: torch's scaled_dot_product_attention, which picks
+    a fused kernel where it can; `flash`: the flash kernel, or refused.
 zero_stage, world_size, tensor_parallel
-    world_size ranks = data_parallel * tensor_parallel; ZeRO shards over the data-parallel ranks: optimizer states
-    (1), gradients too (2), parameters too (3).
+    world_size ranks = data_parallel * tensor_parallel; ZeRO shards over the data-parallel ranks: optimizer
+    states (1), gradients too (2), parameters too (3).
 offload
-    ('optimizer_states:cpu', 'activations:nvme', ...): what leaves the GPU between its uses, and where it goes.
+    ('optimizer_states:cpu', 'activations:nvme', ...): what leaves the GPU between its uses, and where it
+    goes.
 """
 
 from __future__ import annotations
@@ -69,8 +72,9 @@ _DTYPES: dict[str, tuple[str, str, str | None, str, str]] = {
     "bf16-master": ("bf16", "bf16", "fp32", "fp32", "bf16"),
 }
 
-# Which implementations an optimizer has; the first is the default. torch.optim tries foreach first on CUDA, except
-# Adafactor, which takes the loop to save memory (torch/optim/_adafactor.py); 8-bit Adam updates tensor by tensor.
+# Which implementations an optimizer has; the first is the default. torch.optim tries foreach first on CUDA,
+# except Adafactor, which takes the loop to save memory (torch/optim/_adafactor.py); 8-bit Adam updates tensor
+# by tensor.
 _IMPLS: dict[str, tuple[str, ...]] = {
     "sgd": ("foreach", "fused", "for-loop"),
     "momentum": ("foreach", "fused", "for-loop"),
@@ -180,7 +184,7 @@ class Recipe:
         self._check_offload()
         if self.attention == "flash" and self.compute_dtype == "fp32":
             raise RecipeError(
-                "attention flash runs in 16 bits only: use precision amp-bf16, amp-fp16 or bf16, or attention sdpa"
+                "attention flash runs in 16 bits only: use a 16-bit precision such as amp-bf16, or attention sdpa"
             )
 
     def _check_checkpointing(self) -> None:
@@ -216,11 +220,12 @@ class Recipe:
             )
 
     def _check_offload(self) -> None:
-        if isinstance(self.offload, str) or not all(isinstance(item, str) for item in self.offload):
+        items: object = self.offload  # TOML and JSON give lists, callers anything
+        if not isinstance(items, tuple | list) or not all(isinstance(item, str) for item in items):
             raise RecipeError(
                 f"offload must be a list such as ['optimizer_states:cpu'], not {self.offload!r}"
             )
-        object.__setattr__(self, "offload", tuple(self.offload))
+        object.__setattr__(self, "offload", tuple(items))
         seen: set[str] = set()
         for item in self.offload:
             what, colon, where = item.partition(":")
@@ -292,7 +297,8 @@ class Recipe:
         """What the optimizer keeps on the GPU for one parameter of `shape`, the master copy included.
 
         Names are torch's (`torch.optim`), where torch has the optimizer. The step counters of Adam, AdamW and
-        Adafactor are CPU tensors and not listed, except with `fused`, where they are fp32 scalars on the device.
+        Adafactor are CPU tensors and not listed, except with `fused`, where they are fp32 scalars on the
+        device.
         """
         tensors = [StateTensor("master", shape, self.master_dtype)] if self.master_dtype else []
         dtype = self.state_dtype
@@ -358,8 +364,8 @@ class Recipe:
         sequence = config.context if self.sequence is None else self.sequence
         if sequence > config.context and config.positions == "learned":
             raise RecipeError(
-                f"sequence {sequence} is longer than the {config.context} learned positions of {config.name}: "
-                f"use at most {config.context}"
+                f"sequence {sequence} is longer than the {config.context} learned positions of "
+                f"{config.name}: use at most {config.context}"
             )
         if self.attention == "flash" and config.head_dim > 256:
             raise RecipeError(
@@ -376,7 +382,7 @@ class Recipe:
             for what, size in sizes.items():
                 if size % self.tensor_parallel:
                     raise RecipeError(
-                        f"tensor_parallel {self.tensor_parallel} doesn't divide the {size} {what} of {config.name}"
+                        f"tensor_parallel {self.tensor_parallel} doesn't divide {config.name}'s {what}, {size}"
                     )
         return self.replace(sequence=sequence)
 
@@ -406,7 +412,8 @@ class Recipe:
             raise RecipeError(f"image {image} is too small for {config.name}: at least {config.min_image}")
         if config.batch_norm and self.micro_batch == 1 and image <= 32:
             raise RecipeError(
-                f"batch norm of {config.name} sees one value per channel at image {image} and micro_batch 1: raise one"
+                f"batch norm in {config.name} sees one value per channel at image {image} and micro_batch 1: "
+                "raise either"
             )
         return self.replace(image=image)
 
@@ -422,12 +429,12 @@ class Recipe:
             and config.positions == "rope"
         ):
             said.append(
-                f"sequence {self.sequence} is beyond the context of {config.context} that {config.name} was made for: "
-                "the memory is right, the model may not be."
+                f"sequence {self.sequence} is beyond the context of {config.context} that {config.name} "
+                "was made for: the memory is right, the model may not be."
             )
         if gpu is not None and self.compute_dtype not in gpu.dtypes:
             said.append(
-                f"{gpu.name} has no {self.compute_dtype} arithmetic: torch emulates it, slowly; the bytes are the same."
+                f"{gpu.name} has no {self.compute_dtype} arithmetic: torch emulates it, slowly, in the same bytes."
             )
         return said
 
