@@ -103,7 +103,7 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
     )
     first = min(trace.before, len(trace) - 1)
     x, last = x[shown] - first, len(trace) - first
-    peak, phase = trace.peak_bytes, trace.peak_phase
+    peak, where = trace.peak_bytes, phase(trace.peak_phase)
     at_peak = trace.consumers_at_peak()
     peak_x = max(trace.peak_event - first, 0)
     near = budget is not None and budget <= 3 * peak
@@ -137,13 +137,13 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
             _limit(ax, budget / scale if near else None, f"budget {units.format_bytes(budget)}", left=late)
         largest = max(units.CONSUMERS, key=at_peak.__getitem__)
         share = at_peak[largest] / peak if peak else 0.0
-        held = f"{_word(largest)} are {share:.0%} of it"
-        heading = title or f"Peak {units.format_bytes(peak)} in {phase}: {held}"
+        held = f"{word(largest)} are {share:.0%} of it"
+        heading = title or f"Peak {units.format_bytes(peak)} in {where}: {held}"
         _finish(ax, heading, "allocations and frees of the step, in order", f"live tensors ({unit})")
         ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         ax.grid(axis="y")
         _legend(figure)
-        told = f"At the peak, in {phase}: {_listed(at_peak)}.{limit}"
+        told = f"At the peak, in {where}: {_listed(at_peak)}.{limit}"
         figure.memlab_alt = f"{heading}. Live memory of one step, stacked by consumer. {told}"
     return figure
 
@@ -371,12 +371,18 @@ def _rate(value: float) -> str:
     return f"{value / units.GB:,.0f} GB/s" if value >= 100 * units.GB else f"{value / units.GB:.3g} GB/s"
 
 
-def _word(consumer: str) -> str:
+def word(consumer: str) -> str:
+    """A consumer's name as figures and tables print it."""
     return consumer.replace("_", " ")
 
 
+def phase(name: str) -> str:
+    """A phase's name inside a sentence."""
+    return "the optimizer step" if name == "optimizer" else name
+
+
 def _listed(row: Mapping[str, int]) -> str:
-    return ", ".join(f"{_word(name)} {units.format_bytes(size)}" for name, size in row.items())
+    return ", ".join(f"{word(name)} {units.format_bytes(size)}" for name, size in row.items())
 
 
 def _held(label: str, bar: Footprint | Trace | Mapping[str, int]) -> dict[str, int]:
@@ -401,8 +407,8 @@ def _bars_finding(
     share = row[largest] / totals[label] if totals[label] else 0.0
     if capacity is not None:
         fits = "fits in" if totals[label] <= capacity else "doesn't fit in"
-        return f"{label} {fits} {units.format_bytes(capacity)}; {_word(largest)} are {share:.0%} of its peak"
-    return f"{label} needs {units.format_bytes(totals[label])}; {_word(largest)} are {share:.0%} of it"
+        return f"{label} {fits} {units.format_bytes(capacity)}; {word(largest)} are {share:.0%} of its peak"
+    return f"{label} needs {units.format_bytes(totals[label])}; {word(largest)} are {share:.0%} of it"
 
 
 def _on(colour: str) -> str:
@@ -449,7 +455,7 @@ def _finish(ax: Axes, heading: str, x: str | None, y: str | None) -> None:
 
 
 def _legend(figure: Figure) -> None:
-    handles = [Patch(color=COLOURS[name], label=_word(name)) for name in units.CONSUMERS]
+    handles = [Patch(color=COLOURS[name], label=word(name)) for name in units.CONSUMERS]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.0, handlelength=0.9,
         handletextpad=0.4,

@@ -157,7 +157,9 @@ def test_timeline_marks_the_peak_of_the_trace():
     trace = step()
     figure = plots.timeline(trace)
     assert f"peak {units.format_bytes(trace.peak_bytes)}" in [t.get_text() for t in figure.axes[0].texts]
-    assert f"Peak {units.format_bytes(trace.peak_bytes)} in {trace.peak_phase}" in figure.memlab_alt
+    assert (
+        f"Peak {units.format_bytes(trace.peak_bytes)} in {plots.phase(trace.peak_phase)}" in figure.memlab_alt
+    )
     assert heights(figure) == pytest.approx(trace.peak_bytes / MIB)
     for phase in units.PHASES:
         assert phase in [t.get_text() for t in figure.axes[0].texts]

@@ -1,0 +1,340 @@
+"""Explorers: change one thing, see what it does to memory. Each has a static twin.
+
+`memory_levels()` and `four_consumers()` return an `Explorer`. Where a cell shows it, its twin, a table and a
+figure of the starting point, is always there; under it come live controls where ipywidgets can be shown (not
+while grading, not without a kernel). Everything is computed by closed forms: an answer is there at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memlab import hardware, models, plots, recipe, units
+
+if TYPE_CHECKING:
+    from memlab.footprint import Footprint
+
+Choices = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Control:
+    """One thing to choose: its key in the choices, the label beside it, (shown, value) pairs."""
+
+    key: str
+    label: str
+    options: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """What an explorer says about one set of choices."""
+
+    finding: str
+    header: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+    figure: plots.Figure | None = None
+
+    def html(self) -> str:
+        """The table and the note; before them the finding, unless the figure has it as its title."""
+        parts = [] if self.figure else [f"<p role='status'><strong>{html.escape(self.finding)}</strong></p>"]
+        if self.rows:
+            head = "".join(f"<th scope='col'>{html.escape(cell)}</th>" for cell in self.header)
+            body = "".join(
+                f"<tr><th scope='row' style='text-align:left'>{html.escape(first)}</th>"
+                + "".join(f"<td style='text-align:right'>{html.escape(cell)}</td>" for cell in rest)
+                + "</tr>"
+                for first, *rest in self.rows
+            )
+            parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        if self.note:
+            parts.append(f"<p role='status'>{html.escape(self.note)}</p>")
+        return "".join(parts)
+
+    def __str__(self) -> str:
+        table = [self.header, *self.rows] if self.rows else []
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(
+                c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in table
+        ]
+        return "\n".join([self.finding, *lines, *([self.note] if self.note else [])])
+
+
+class Explorer:
+    """Choices, what follows from them, and the controls that change them.
+
+    `show(now, before)` is a plain function: the view of the choices `now`; where `before` is given, it also
+    says what the change from there did. A ValueError from it is shown in place of a view.
+    """
+
+    def __init__(
+        self, show: Callable[[Choices, Choices | None], View], controls: Sequence[Control], start: Choices
+    ) -> None:
+        self.show, self.controls, self.start = show, tuple(controls), dict(start)
+        self.twin = show(self.start, None)
+
+    def __str__(self) -> str:
+        return str(self.twin)
+
+    def live(self) -> Any:
+        """The controls and their answer as one ipywidgets box. Raises ImportError without ipywidgets."""
+        widgets = importlib.import_module("ipywidgets")
+        answer = widgets.HTML(value="<p role='status'>Change a control to see what it does.</p>")
+        boxes = {
+            control.key: widgets.Dropdown(
+                options=control.options,
+                value=self.start[control.key],
+                description=control.label,
+                style={"description_width": "8.5em"},
+                layout={"width": "24em", "max_width": "100%"},
+            )
+            for control in self.controls
+        }
+        before = self.start
+
+        def changed(_: object) -> None:
+            nonlocal before
+            now = {key: box.value for key, box in boxes.items()}
+            try:
+                view = self.show(now, before)
+            except ValueError as error:
+                view = View(str(error))
+            else:
+                before = now
+            answer.value = view.html() + (_image(view.figure) if view.figure else "")
+
+        for box in boxes.values():
+            box.observe(changed, names="value")
+        controls = widgets.Box(
+            list(boxes.values()), layout={"display": "flex", "flex_flow": "row wrap", "width": "100%"}
+        )
+        return widgets.VBox([controls, answer])
+
+    def _ipython_display_(self) -> None:
+        display = importlib.import_module("IPython.display").display
+        display({"text/html": self.twin.html(), "text/plain": str(self.twin)}, raw=True)
+        if self.twin.figure is not None:
+            display(self.twin.figure)
+        if _can_be_live():
+            display(self.live())
+
+
+def _can_be_live() -> bool:
+    """Controls need a kernel to answer them and ipywidgets; a grader has no one to move them."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return (
+        os.environ.get("MEMLAB_GRADING") != "1"
+        and getattr(shell, "kernel", None) is not None
+        and importlib.util.find_spec("ipywidgets") is not None
+    )
+
+
+def _image(figure: plots.Figure) -> str:
+    # An <img> and not an Image widget: only this one carries the text alternative.
+    data = base64.b64encode(figure.png()).decode("ascii")
+    alt = html.escape(figure.memlab_alt)
+    return f"<img style='max-width:100%' alt='{alt}' src='data:image/png;base64,{data}'>"
+
+
+def _names(names: Sequence[str]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, name) for name in names)
+
+
+# -- chapter 1: the levels of memory ---
+
+_SIZES = ("4 KB", "1 MB", "100 MB", "1 GB", "16 GB", "80 GB", "1 TB")
+_OWN = "the card's own memory"
+
+
+def memory_levels(gpu: str = "A100-80GB", size: str = "80 GB", path: str | None = None) -> Explorer:
+    """How long `size` bytes take along each path that this card has: its memory, links, host memory, drive.
+
+    `path` (a name in `hardware.LINKS`, or None for the card's host link) is drawn dark. Times are bytes over
+    peak bandwidth. Raises ValueError for a card, link or size that it can't read.
+    """
+    card = hardware.gpu(gpu)
+    chosen = hardware.link(path or card.host_link).name
+    units.parse_bytes(size)
+    sizes = _SIZES if size in _SIZES else (size, *_SIZES)
+    controls = [
+        Control("gpu", "GPU", _names(tuple(hardware.GPUS))),
+        Control("size", "Bytes to move", _names(sizes)),
+        Control("path", "Path", _names((_OWN, *hardware.LINKS))),
+    ]
+    return Explorer(_levels_view, controls, {"gpu": card.name, "size": size, "path": chosen})
+
+
+def _levels_view(now: Choices, before: Choices | None = None) -> View:
+    card, size = hardware.gpu(now["gpu"]), units.parse_bytes(now["size"])
+    if size == 0:
+        raise ValueError("0 bytes take no time: choose at least 1 byte")
+    own = f"{card.memory_kind} of {card.name}"
+    names = [card.peer_link, "DDR5-server", "DDR5-desktop", card.host_link, "NVMe"]
+    if now["path"] != _OWN and now["path"] not in names:
+        names.append(now["path"])
+    links = [hardware.link(name) for name in names if name]
+    paths = sorted(
+        [(own, card.bandwidth), *((link.name, link.bandwidth) for link in links)], key=lambda p: -p[1]
+    )
+    seconds = {label: size / rate for label, rate in paths}
+    chosen = own if now["path"] == _OWN else now["path"]
+    amount = units.format_gb(size)
+    finding = f"{amount} take {plots.seconds(seconds[chosen])} by {chosen}"
+    if chosen == own:
+        finding = f"{amount} take {plots.seconds(seconds[own])} in the {own}"
+    else:
+        ratio = seconds[chosen] / seconds[own]
+        finding += f": {ratio:.3g} times {card.memory_kind}'s time"
+    rows = tuple(
+        (
+            label,
+            f"{rate / units.GB:,.4g} GB/s",
+            plots.seconds(seconds[label]),
+            f"{seconds[label] / seconds[own]:.3g}x",
+        )
+        for label, rate in paths
+    )
+    note = "Bytes over peak bandwidth, links in one direction; the delay before the first byte isn't counted."
+    if before is not None:
+        note = _levels_change(now, before, seconds[chosen]) + note
+    figure = plots.times([(label, seconds[label]) for label, _ in paths], finding, [chosen])
+    header = ("path", "bandwidth", f"time for {amount}", f"against {card.memory_kind}")
+    return View(finding, header, rows, note, figure)
+
+
+def _levels_change(now: Choices, before: Choices, seconds: float) -> str:
+    card = hardware.gpu(before["gpu"])
+    rate = card.bandwidth if before["path"] == _OWN else hardware.link(before["path"]).bandwidth
+    was = units.parse_bytes(before["size"]) / rate
+    changes = ", ".join(f"{before[key]} → {now[key]}" for key in now if now[key] != before[key])
+    return f"{changes}: {plots.seconds(was)} → {plots.seconds(seconds)}. " if changes else ""
+
+
+# -- chapter 2: the consumers ---
+
+_OWN_SEQUENCE = "the model's own"
+_OPTIMIZERS = (
+    ("SGD", ("sgd", "foreach")),
+    ("SGD with momentum", ("momentum", "foreach")),
+    ("AdamW, foreach", ("adamw", "foreach")),
+    ("AdamW, fused", ("adamw", "fused")),
+    ("AdamW, for-loop", ("adamw", "for-loop")),
+    ("8-bit AdamW", ("adamw-8bit", "for-loop")),
+    ("Adafactor", ("adafactor", "for-loop")),
+)
+
+
+def four_consumers(model: str = "gpt2", gpu: str = "T4") -> Explorer:
+    """What one training step of `model` holds at its peak, against the capacity of `gpu`, by closed forms.
+
+    Starts from the default recipe (AdamW foreach, micro-batch 1, the model's own context), in amp-bf16, or in
+    amp-fp16 on a card without bf16. Raises ValueError for a model or a card that isn't known.
+    """
+    config, card = models.model(model), hardware.gpu(gpu)
+    controls = [
+        Control("model", "Model", _names(tuple(models.MODELS))),
+        Control("gpu", "Card", _names(tuple(hardware.GPUS))),
+        Control("precision", "Precision", _names(recipe.PRECISIONS)),
+        Control("optimizer", "Optimizer", _OPTIMIZERS),
+        Control("micro_batch", "Micro-batch", tuple((str(n), n) for n in (1, 2, 4, 8, 16, 32, 64, 128))),
+        Control(
+            "sequence",
+            "Sequence",
+            ((_OWN_SEQUENCE, None), *((f"{n:,} tokens", n) for n in (128, 256, 512, 1024, 2048, 4096, 8192))),
+        ),
+        Control(
+            "checkpointing", "Checkpointing", _names(("none", "selective", "every-2", "every-4", "full"))
+        ),
+        Control("attention", "Attention", _names(recipe.ATTENTION)),
+    ]
+    start = {
+        "model": config.name,
+        "gpu": card.name,
+        "precision": "amp-bf16" if "bf16" in card.dtypes else "amp-fp16",
+        "optimizer": ("adamw", "foreach"),
+        "micro_batch": 1,
+        "sequence": None,
+        "checkpointing": "none",
+        "attention": "sdpa",
+    }
+
+    def show(now: Choices, before: Choices | None = None) -> View:
+        return _consumers_view(now, before, controls)
+
+    return Explorer(show, controls, start)
+
+
+def _footprint(choices: Choices) -> Footprint:
+    from memlab.footprint import footprint
+
+    name, implementation = choices["optimizer"]
+    steps = recipe.Recipe(
+        precision=choices["precision"],
+        optimizer=name,
+        optimizer_impl=implementation,
+        micro_batch=choices["micro_batch"],
+        sequence=choices["sequence"],
+        checkpointing=choices["checkpointing"],
+        attention=choices["attention"],
+    )
+    return footprint(choices["model"], steps, choices["gpu"])
+
+
+def _consumers_view(now: Choices, before: Choices | None, controls: Sequence[Control]) -> View:
+    card, current = hardware.gpu(now["gpu"]), _footprint(now)
+    peak, capacity = current.peak_bytes, card.memory_bytes
+    room = f"{units.format_bytes(abs(capacity - peak))} {'free' if peak <= capacity else 'too much'}"
+    where = plots.phase(current.peak_phase)
+    finding = f"{now['model']}: peak {units.format_bytes(peak)} in {where}, {room} on {card.name}"
+    note = "Live tensors at the peak of one step; the allocator's cache and the driver's context come on top."
+    held = {**current.consumers_at_peak(), "all": peak}
+    rows: list[tuple[str, ...]]
+    if before is None:
+        header: tuple[str, ...] = ("consumer", "at the peak")
+        rows = [(plots.word(name), units.format_bytes(size)) for name, size in held.items()]
+        bars = {now["model"]: current}
+    else:
+        earlier = _footprint(before)
+        was = {**earlier.consumers_at_peak(), "all": earlier.peak_bytes}
+        header = ("consumer", "before", "now", "change")
+        rows = [
+            (
+                plots.word(name),
+                units.format_bytes(was[name]),
+                units.format_bytes(size),
+                _signed(size - was[name]),
+            )
+            for name, size in held.items()
+        ]
+        bars = {"before": earlier, "now": current}
+        changes = ", ".join(
+            f"{control.label} {_shown(control, before)} → {_shown(control, now)}"
+            for control in controls
+            if before[control.key] != now[control.key]
+        )
+        moved = ""
+        if earlier.peak_phase != current.peak_phase:
+            moved = f", which moves from {plots.phase(earlier.peak_phase)} to {where}"
+        note = f"{changes or 'No change'}: {_signed(peak - earlier.peak_bytes)} at the peak{moved}. {note}"
+    return View(finding, header, tuple(rows), note, plots.consumers(bars, capacity=capacity, title=finding))
+
+
+def _shown(control: Control, choices: Choices) -> str:
+    return next(shown for shown, value in control.options if value == choices[control.key])
+
+
+def _signed(size: int) -> str:
+    return f"{'−' if size < 0 else '+' if size > 0 else '±'}{units.format_bytes(abs(size))}"
