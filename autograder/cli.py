@@ -1,22 +1,26 @@
 """The command line of the course: `autograder release | run | grade`.
 
-Exit codes: 0 all well; 1 the work was done and something in it failed (a chapter, a stale notebook, a submission
-that couldn't be graded); 2 the command couldn't be carried out, said in one line; 130 interrupted.
+Exit codes: 0 all well; 1 the work was done and something in it failed (a chapter, a stale notebook, a
+submission that couldn't be graded); 2 the command couldn't be carried out, said in one line; 130 interrupted.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from autograder import course
+from memlab.units import UnknownNameError
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Build, run and grade the chapters of memlab.",
 )
 
@@ -53,16 +57,59 @@ def release(
         typer.echo(f"{name}: {'written' if item.notebook in changed else 'unchanged'}")
 
 
+@app.command(epilog="Example: autograder run --out build/course --size smallest")
+def run(
+    chapter: Chapters = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the results; build/course (build/student with --student) when left out."
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where the toys run: auto, cpu, cuda, cuda:1.")] = None,
+    size: Annotated[str | None, typer.Option(help="Size of the toys: smallest or normal.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of random numbers.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Chapters that run side by side.")] = 2,
+    student: Annotated[
+        bool, typer.Option("--student", help="Run the student version; only unwritten exercises may raise.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Run chapters again that haven't changed.")] = False,
+    cell_timeout: Annotated[int, typer.Option(min=1, help="Seconds that one cell may take.")] = 300,
+) -> None:
+    """Execute chapters with papermill: executed notebooks, pages, index.html and results.json."""
+    from autograder import run as runner
+
+    root = course.course_root()
+    wanted = course.select(root, chapter or [])
+    options = runner.Options(device, size, seed, jobs, student, force, cell_timeout)
+    out = out or root / "build" / ("student" if student else "course")
+    try:
+        results = runner.run(wanted, out, options)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: the kernels are gone, finished chapters are kept", err=True)
+        raise typer.Exit(130) from None
+    failed = [result for result in results if result.errors]
+    for result in failed:
+        for error in result.errors:
+            where = f', cell "{error["cell"]}"' if error["cell"] else ""
+            typer.echo(f"failed: {result.chapter}{where}: {error['message']}", err=True)
+    typer.echo(str(out / "index.html"))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Run a command; a fault that a person can mend is one line and exit code 2."""
+    signal.signal(signal.SIGTERM, _terminated)
     try:
-        app(standalone_mode=True)
-    except (course.CourseError, ValueError) as error:
+        app()
+    except (course.CourseError, UnknownNameError) as error:
         typer.echo(f"autograder: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("autograder: interrupted", err=True)
-        sys.exit(130)
 
 
 if __name__ == "__main__":
