@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memlab.units import GB, MIB, UnknownNameError, unknown_name
 
@@ -51,7 +51,7 @@ class GPU:
     gbps_per_pin: float
     bandwidth: int
     compute_capability: tuple[int, int]
-    flops: Mapping[str, int]
+    flops: Mapping[str, int] = field(hash=False)
     host_link: str
     peer_link: str | None = None
     context_bytes: int | None = None
@@ -85,8 +85,8 @@ _ALL_LINKS = (
     Link(name="NVLink5", bandwidth=900 * GB, connects="GPU and GPU (B200: 18 links of 50 GB/s)",
          source="NVIDIA HGX B200 datasheet: 1.8 TB/s, both directions summed"),
     Link(name="NVLink-bridge", bandwidth=56_250_000_000,
-         connects="two cards in a workstation (RTX 3090, RTX A6000: 4 links of 14.0625 GB/s)",
-         source="NVIDIA Ampere GA102 whitepaper: 112.5 GB/s, both directions summed"),
+         connects="two workstation cards (RTX 3090, A6000: 4 links)",
+         source="NVIDIA Ampere GA102 whitepaper: 4 links of 14.0625 GB/s, 112.5 GB/s both directions summed"),
     Link(name="DDR5-desktop", bandwidth=76_800_000_000, connects="CPU and its memory, two channels",
          source="DDR5-4800: 4.8 GT/s * 8 bytes * 2 channels, reads and writes together"),
     Link(name="DDR5-server", bandwidth=307_200_000_000, connects="one CPU socket and its memory",

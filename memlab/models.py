@@ -215,7 +215,7 @@ class ConvConfig:
 
     @property
     def blocks(self) -> int:
-        """Blocks that activation checkpointing can wrap: VGG stages, residual blocks, dense layers; else 0."""
+        """Blocks that activation checkpointing can wrap: VGG stages, residual blocks, dense layers, or 0."""
         if self.family == "vgg":
             return len(self.depths)
         return sum(self.depths)
@@ -428,8 +428,8 @@ _ALL: tuple[TransformerConfig | ConvConfig, ...] = (
            "window of 4096)"),
     ConvConfig(
         name="lenet5", family="lenet", image=32, channels=1, classes=10, widths=(6, 16), fcs=(120, 84),
-        source="LeCun et al. 1998, as taught today: plain average pooling without coefficients, C3 connected to "
-        "all of S2, ten linear outputs (61,706 parameters; the paper's has 60,000)",
+        source="LeCun et al. 1998, as taught today: plain average pooling without coefficients, C3 connected "
+        "to all of S2, ten linear outputs (61,706 parameters; the paper's has 60,000)",
     ),
     ConvConfig(
         name="alexnet", family="alexnet", image=224, channels=3, classes=1000,

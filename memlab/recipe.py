@@ -129,7 +129,8 @@ class Recipe:
     optimizer: str = field(default="adamw", metadata={"help": "|".join(OPTIMIZERS)})
     #: Left empty it becomes the optimizer's own default: foreach; for-loop for adafactor and adamw-8bit.
     optimizer_impl: str = field(
-        default="", metadata={"help": "|".join(OPTIMIZER_IMPLS) + " (default: what torch would take on CUDA)"}
+        default="",
+        metadata={"help": "|".join(OPTIMIZER_IMPLS) + " [foreach; for-loop for adafactor and adamw-8bit]"},
     )
     micro_batch: int = field(
         default=1, metadata={"help": "sequences or images of one forward pass, per rank"}
@@ -184,7 +185,7 @@ class Recipe:
         self._check_offload()
         if self.attention == "flash" and self.compute_dtype == "fp32":
             raise RecipeError(
-                "attention flash runs in 16 bits only: use a 16-bit precision such as amp-bf16, or attention sdpa"
+                "attention flash runs in 16 bits only: use precision amp-bf16 (or another), or attention sdpa"
             )
 
     def _check_checkpointing(self) -> None:
@@ -382,7 +383,7 @@ class Recipe:
             for what, size in sizes.items():
                 if size % self.tensor_parallel:
                     raise RecipeError(
-                        f"tensor_parallel {self.tensor_parallel} doesn't divide {config.name}'s {what}, {size}"
+                        f"tensor_parallel {self.tensor_parallel} doesn't divide {config.name}'s {size} {what}"
                     )
         return self.replace(sequence=sequence)
 
@@ -434,7 +435,7 @@ class Recipe:
             )
         if gpu is not None and self.compute_dtype not in gpu.dtypes:
             said.append(
-                f"{gpu.name} has no {self.compute_dtype} arithmetic: torch emulates it, slowly, in the same bytes."
+                f"{gpu.name} has no {self.compute_dtype} arithmetic: torch emulates it, in the same bytes."
             )
         return said
 

@@ -1,0 +1,341 @@
+"""The command line: `memlab footprint | trace | compare | gpus | models`.
+
+Each command imports what it needs when it runs: `memlab footprint` answers without torch. Every field of
+`Recipe` is a flag of the commands that train; `--recipe FILE.toml` gives several at once, and flags win over
+the file. What goes wrong is one line on stderr with exit code 2; Ctrl-C ends quietly with 130.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memlab import __version__
+from memlab.recipe import Recipe
+from memlab.units import format_bytes, format_gb
+
+if TYPE_CHECKING:
+    from memlab.hardware import GPU
+    from memlab.models import ConvConfig, TransformerConfig
+
+app = typer.Typer(
+    name="memlab",
+    help="Why training runs out of GPU memory: computed, traced and measured.",
+    add_completion=False,
+    # Plain text: importing rich would take longer than answering.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="a name from `memlab models`, or the path of a Hugging Face config.json", metavar="MODEL"
+    ),
+]
+Card = Annotated[str | None, typer.Option("--gpu", help="a name from `memlab gpus`", metavar="CARD")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, sizes as integers in bytes")]
+
+# A field's type as it is written -> the option's type and what stands for its value in the help.
+_TYPES: dict[str, tuple[Any, str | None]] = {
+    "str": (str | None, "NAME"),
+    "int": (int | None, "N"),
+    "int | None": (int | None, "N"),
+    "float": (float | None, "P"),
+    "bool": (bool | None, None),
+    "tuple[str, ...]": (list[str] | None, "WHAT:WHERE"),
+}
+
+
+def _recipe_options() -> list[inspect.Parameter]:
+    """One option for each field of Recipe; None means that it wasn't given."""
+    options = []
+    for field in fields(Recipe):
+        kind, metavar = _TYPES[str(field.type)]
+        help_text = field.metadata["help"]
+        if field.default not in ("", None, ()):
+            help_text += f" [{str(field.default).lower()}]"
+        option = typer.Option(help=help_text, metavar=metavar, show_default=False)
+        annotation = Annotated[kind, option]  # type: ignore[valid-type]  # made at run time
+        options.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
+    return options
+
+
+def _with_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command`, which takes a Recipe called `recipe`, the flags that make one."""
+
+    @functools.wraps(command)
+    def run(recipe: Path | None, **given: Any) -> None:
+        names = [field.name for field in fields(Recipe)]
+        changes = {name: value for name in names if (value := given.pop(name)) not in (None, [])}
+        base = Recipe.from_toml(recipe) if recipe is not None else Recipe()
+        command(recipe=base.replace(**changes), **given)
+
+    file = inspect.Parameter(
+        "recipe",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            Path | None,
+            typer.Option("--recipe", metavar="FILE", help="a TOML file with any of the keys below"),
+        ],
+    )
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
+        if name != "recipe"
+    ]
+    run.__signature__ = inspect.Signature([*own, file, *_recipe_options()])  # type: ignore[attr-defined]
+    run.__annotations__ = {}
+    del run.__wrapped__  # typer would read the hints of the command beneath
+    return run
+
+
+def _print(text: object) -> None:
+    print(text)
+
+
+def _print_json(data: object) -> None:
+    print(json.dumps(data, indent=2))
+
+
+def _print_notes(recipe: Recipe, config: TransformerConfig | ConvConfig, card: GPU | None) -> None:
+    for note in recipe.notes(config, card):
+        print(f"note: {note}")
+
+
+@app.command()
+@_with_recipe
+def footprint(model: Model, recipe: Recipe, gpu: Card = None, as_json: AsJson = False) -> None:
+    """Compute one step's memory by closed forms, without torch.
+
+    Example:
+
+    memlab footprint llama2-7b --checkpointing full --gpu A100-80GB
+    """
+    from memlab import hardware, models
+    from memlab.footprint import footprint as compute
+
+    card = hardware.gpu(gpu) if gpu is not None else None
+    config = models.model(model)
+    result = compute(config, recipe, card)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        _print(result)
+        _print_notes(recipe.resolve(config, card), config, card)
+
+
+@app.command()
+@_with_recipe
+def trace(
+    model: Model,
+    recipe: Recipe,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="write the trace to this file (.json.gz)", metavar="FILE", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List what one step allocates, at any size, on fake tensors.
+
+    Example:
+
+    memlab trace gpt2 --micro-batch 4 --sequence 512 --precision fp32
+    """
+    from memlab import models
+    from memlab.report import trace_step
+
+    config = models.model(model)
+    result = trace_step(config, recipe)
+    if out is not None:
+        result.save(out)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        _print(f"{config.name}: {recipe.resolve(config).describe()}\n")
+        _print(result)
+        _print_notes(recipe.resolve(config), config, None)
+
+
+@app.command()
+@_with_recipe
+def compare(model: Model, recipe: Recipe, as_json: AsJson = False) -> None:
+    """Show formula, trace and measurement side by side.
+
+    Example:
+
+    memlab compare gpt2 --micro-batch 4 --sequence 512 --precision fp32
+    """
+    from memlab import models
+    from memlab.report import compare as put_side_by_side
+
+    config = models.model(model)
+    result = put_side_by_side(config, recipe)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        _print(result)
+        _print_notes(recipe.resolve(config), config, None)
+
+
+@app.command()
+def gpus(
+    name: Annotated[str | None, typer.Argument(help="one card, with its sources", metavar="CARD")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List cards and links, or all facts of one card.
+
+    Example:
+
+    memlab gpus a100-80gb
+    """
+    from memlab.hardware import GPUS, LINKS
+    from memlab.hardware import gpu as find
+
+    if as_json:
+        chosen = [find(name)] if name is not None else list(GPUS.values())
+        _print_json(
+            {"gpus": [asdict(card) for card in chosen], "links": [asdict(path) for path in LINKS.values()]}
+        )
+    elif name is not None:
+        _print(_card_page(find(name)))
+    else:
+        _print(_cards_table(list(GPUS.values())))
+        _print("\nlink           one direction  connects")
+        for path in LINKS.values():
+            _print(f"{path.name:<14} {path.bandwidth / 1e9:>8,.1f} GB/s  {path.connects}")
+
+
+def _cards_table(cards: list[GPU]) -> str:
+    rows = ["GPU        total_memory as CUDA reports it     bandwidth  dense 16-bit"]
+    for card in cards:
+        sixteen, peak = ("bf16", card.flops["bf16"]) if "bf16" in card.flops else ("fp16", card.flops["fp16"])
+        rows.append(
+            f"{card.name:<10} {format_bytes(card.memory_bytes):>10} = {format_gb(card.memory_bytes):>9} "
+            f"{card.memory_kind:<6} {card.bandwidth / 1e9:>6,.0f} GB/s  "
+            f"{peak / 1e12:>5,.0f} TFLOP/s {sixteen}"
+        )
+    return "\n".join(rows)
+
+
+def _card_page(card: GPU) -> str:
+    context = "no report known" if card.context_bytes is None else format_bytes(card.context_bytes)
+    rows = [
+        ("total_memory", f"{card.memory_bytes:,} B = {format_bytes(card.memory_bytes)} = "
+                         f"{format_gb(card.memory_bytes)}"),
+        ("", card.memory_source),
+        ("marketed as", format_gb(card.marketed_bytes)),
+        ("memory", f"{card.memory_kind}, {card.bus_bits} bits x {card.gbps_per_pin:g} Gb/s per pin = "
+                   f"{card.bandwidth / 1e9:,.0f} GB/s"),
+        ("compute", f"capability {card.compute_capability[0]}.{card.compute_capability[1]}"),
+        *((f"  {dtype}", f"{peak / 1e12:,.1f} TFLOP/s dense peak") for dtype, peak in card.flops.items()),
+        ("context", context),
+        *((("", card.context_source),) if card.context_source else ()),
+        ("to the host", card.host_link),
+        ("to its peers", card.peer_link or "through the host"),
+        ("source", card.source),
+    ]  # fmt: skip
+    return "\n".join([card.name, *(_row(key, text) for key, text in rows)])
+
+
+def _row(key: str, text: str) -> str:
+    import textwrap
+
+    lines = textwrap.wrap(text, 63)
+    return "\n".join([f"  {key:<13} {lines[0]}", *(" " * 16 + line for line in lines[1:])])
+
+
+@app.command()
+def models(
+    name: Annotated[str | None, typer.Argument(help="one model, or a config.json", metavar="MODEL")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List models and their sizes, or the shape of one.
+
+    Example:
+
+    memlab models llama2-70b
+    """
+    from memlab.models import MODELS, TransformerConfig
+    from memlab.models import model as find
+
+    chosen = [find(name)] if name is not None else list(MODELS.values())
+    if as_json:
+        _print_json([{**asdict(config), "parameter_count": config.parameter_count} for config in chosen])
+        return
+    if name is not None:
+        _print(_model_page(chosen[0]))
+        return
+    _print("model               parameters  input                 shape")
+    for config in chosen:
+        if isinstance(config, TransformerConfig):
+            size = f"{config.context} tokens"
+            shape = f"{config.layers} x {config.hidden}, {config.heads} heads"
+        else:
+            size = f"{config.channels} x {config.image} x {config.image} pixels"
+            shape = f"{config.blocks} blocks" if config.blocks else config.family
+        _print(f"{config.name:<14} {config.parameter_count:>15,}  {size:<21} {shape}")
+
+
+def _model_page(config: TransformerConfig | ConvConfig) -> str:
+    rows = [("parameters", f"{config.parameter_count:,} in {len(config.parameters())} tensors")]
+    rows += [
+        (key, str(value))
+        for key, value in asdict(config).items()
+        if key != "name" and value not in (None, ())
+    ]
+    return "\n".join([config.name, *(_row(key, text) for key, text in rows)])
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+) -> None:
+    if version:
+        _print(f"memlab {__version__}")
+    elif context.invoked_subcommand is None:
+        _print(context.get_help())
+
+
+def main() -> None:
+    """The console script. Exit codes: 0, 2 for what the user can mend, 130 for Ctrl-C."""
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except BrokenPipeError:  # `memlab models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except (ValueError, OSError) as error:
+        sys.exit(_fail(str(error)))
+    except Exception as error:
+        # Errors of the command line itself; typer may bring its own click, so they are known by what they can
+        # do.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        sys.exit(_fail(message()))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> int:
+    print("memlab: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()
