@@ -15,12 +15,11 @@ from memlab.trace import Trace
 from memlab.units import CONSUMERS, MIB
 
 # read in MemoryViz.js (pytorch, torch/utils/viz): any other opcode stops its unpickler
-KNOWN_OPCODES = {
-    "PROTO", "FRAME", "MEMOIZE", "MARK", "STOP", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "SETITEM",
-    "SETITEMS", "APPEND", "APPENDS", "SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1",
-    "BINFLOAT", "NEWTRUE", "NEWFALSE", "NONE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINGET", "LONG_BINGET", "BINPUT",
-    "LONG_BINPUT", "LIST", "DICT",
-}  # fmt: skip
+KNOWN_OPCODES = set(
+    "PROTO FRAME MEMOIZE MARK STOP EMPTY_DICT EMPTY_LIST EMPTY_TUPLE SETITEM SETITEMS APPEND APPENDS "
+    "SHORT_BINUNICODE BINUNICODE BININT BININT1 BININT2 LONG1 BINFLOAT NEWTRUE NEWFALSE NONE TUPLE TUPLE1 "
+    "TUPLE2 TUPLE3 BINGET LONG_BINGET BINPUT LONG_BINPUT LIST DICT".split()
+)
 
 
 def small_trace(steps: int = 60, seed: int = 0) -> Trace:
@@ -33,12 +32,17 @@ def small_trace(steps: int = 60, seed: int = 0) -> Trace:
                 trace.free(live.pop(rng.randrange(len(live))))
             else:
                 size = rng.choice([4, 700, MIB, 3 * MIB, 12 * MIB + 1, 31 * MIB])
-                live.append(
-                    trace.allocate(
-                        size, rng.choice(CONSUMERS), module="h.0.mlp", operator="aten::mm",
-                        shape=(size // 4,), dtype="fp32", line=rng.choice(["model.py:12", "", "C:\\x\\train.py:3", "<stdin>"]),
-                    )
-                )  # fmt: skip
+                line = rng.choice(["model.py:12", "", "C:\\x\\train.py:3", "<stdin>"])
+                block = trace.allocate(
+                    size,
+                    rng.choice(CONSUMERS),
+                    module="h.0.mlp",
+                    operator="aten::mm",
+                    shape=(size // 4,),
+                    dtype="fp32",
+                    line=line,
+                )
+                live.append(block)
     trace.allocate(0, "activations")
     return trace
 
