@@ -16,9 +16,40 @@ from memlab.units import CONSUMERS, MIB
 
 # read in MemoryViz.js (pytorch, torch/utils/viz): any other opcode stops its unpickler
 KNOWN_OPCODES = set(
-    "PROTO FRAME MEMOIZE MARK STOP EMPTY_DICT EMPTY_LIST EMPTY_TUPLE SETITEM SETITEMS APPEND APPENDS "
-    "SHORT_BINUNICODE BINUNICODE BININT BININT1 BININT2 LONG1 BINFLOAT NEWTRUE NEWFALSE NONE TUPLE TUPLE1 "
-    "TUPLE2 TUPLE3 BINGET LONG_BINGET BINPUT LONG_BINPUT LIST DICT".split()
+    [
+        "PROTO",
+        "FRAME",
+        "MEMOIZE",
+        "MARK",
+        "STOP",
+        "EMPTY_DICT",
+        "EMPTY_LIST",
+        "EMPTY_TUPLE",
+        "SETITEM",
+        "SETITEMS",
+        "APPEND",
+        "APPENDS",
+        "SHORT_BINUNICODE",
+        "BINUNICODE",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINFLOAT",
+        "NEWTRUE",
+        "NEWFALSE",
+        "NONE",
+        "TUPLE",
+        "TUPLE1",
+        "TUPLE2",
+        "TUPLE3",
+        "BINGET",
+        "LONG_BINGET",
+        "BINPUT",
+        "LONG_BINPUT",
+        "LIST",
+        "DICT",
+    ]
 )
 
 
