@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -95,6 +96,40 @@ def run(
             typer.echo(f"failed: {result.chapter}{where}: {error['message']}", err=True)
     typer.echo(str(out / "index.html"))
     if failed:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: autograder grade submissions --out graded --chapter 02_four_consumers")
+def grade(
+    submissions: Annotated[Path, typer.Argument(help="A folder with one folder or zip for each student.")],
+    out: Annotated[Path, typer.Option(help="Folder of grades.csv, totals.csv, feedback and the gradebook.")],
+    chapter: Annotated[
+        list[str] | None, typer.Option(help="Grade this chapter; may be given again. All when left out.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Submissions graded side by side.")] = 2,
+    seed: Annotated[
+        str | None, typer.Option(help="Secret of the hidden inputs; drawn and kept in OUT when left out.")
+    ] = None,
+) -> None:
+    """Grade a folder of submissions with nbgrader: grades.csv, totals.csv and feedback."""
+    from autograder.grade import grade_folder
+
+    wanted = course.select(course.course_root(), chapter or [])
+    try:
+        records = grade_folder(submissions, out, wanted, jobs=jobs, seed=seed)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: what was graded is kept, and isn't graded again", err=True)
+        raise typer.Exit(130) from None
+    for record in records:
+        if record.status not in ("graded", "missing"):
+            reasons = "; ".join(record.reasons)
+            typer.echo(f"{record.status}: {record.student}, {record.chapter}: {reasons}", err=True)
+    counts = Counter(record.status for record in records)
+    typer.echo(
+        ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing to grade"
+    )
+    typer.echo(str(out / "grades.csv"))
+    if counts["failed"]:
         raise typer.Exit(1)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def select(root: Path, wanted: Sequence[str] = ()) -> list[Chapter]:
     return chosen or every
 
 
-def nbgrader_config(root: Path, chapters: Iterable[str] = ()) -> Config:
+def nbgrader_config(root: Path) -> Config:
     """nbgrader's configuration for a gradebook and folders under `root` (source/, release/, submitted/, …).
 
     Without `IgnorePattern` one warning on stderr makes a right answer worth 0; without `add_missing_cells`
@@ -106,7 +106,6 @@ def nbgrader_config(root: Path, chapters: Iterable[str] = ()) -> Config:
     config.CourseDirectory.root = str(root)
     config.CourseDirectory.course_id = "memlab"
     config.CourseDirectory.db_url = f"sqlite:///{root / 'gradebook.db'}"
-    config.CourseDirectory.db_assignments = [{"name": name} for name in chapters]
     config.IgnorePattern.enabled = True
     config.IgnorePattern.pattern = r"(?s).*"
     config.OverwriteCells.add_missing_cells = True

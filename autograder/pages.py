@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import html
-import importlib.resources
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from matplotlib.font_manager import FontProperties
@@ -25,17 +25,27 @@ from traitlets.config import Config
 
 from memlab.units import format_bytes
 
+STYLE = Path(__file__).parent / "templates" / "page.css"
+
 _LIVE = ("application/vnd.jupyter.widget-view+json", "application/javascript")
 _REMOTE_IMAGE = re.compile(r'<img\b[^>]*\bsrc=["\'](?:https?:)?//[^>]*>', re.IGNORECASE)
 _ALT = re.compile(r'\balt=["\']([^"\']*)["\']', re.IGNORECASE)
 
 
-def chapter_page(notebook: Any, title: str) -> str:
-    """An executed notebook as one HTML file."""
+def chapter_page(notebook: Any, title: str, errors: Sequence[Mapping[str, str]] = ()) -> str:
+    """An executed notebook as one HTML file; `errors` stand at its top, each with a link to its cell."""
     body, _ = _Exporter().from_notebook_node(_without_live_outputs(notebook))
-    return _page(
-        title, f'<nav><a href="index.html">All chapters</a></nav>\n<main>{_local(body)}</main>', _code_css()
+    top = '<nav><a href="index.html">All chapters</a></nav>\n' + _errors(errors)
+    return _page(title, f"{top}<main>{_local(body)}</main>", _code_css())
+
+
+def _errors(errors: Sequence[Mapping[str, str]], page: str = "") -> str:
+    items = "".join(
+        f'<li><a href="{page}#cell-id={html.escape(error["cell"])}">{html.escape(error["cell"])}</a>: '
+        f"{html.escape(error['message'])}</li>"
+        for error in errors
     )
+    return f'<ul class="errors">{items}</ul>\n' if items else ""
 
 
 def index_page(data: Mapping[str, Any]) -> str:
@@ -70,23 +80,19 @@ def _chapter(chapter: Mapping[str, Any]) -> str:
         )
         for number in chapter["headlines"]
     )
-    errors = "".join(
-        f"<li><code>{html.escape(error['cell'])}</code> {html.escape(error['message'])}</li>"
-        for error in chapter["errors"]
-    )
     title, status = html.escape(chapter["title"] or chapter["chapter"]), html.escape(chapter["status"])
     return (
         f'<section class="chapter"><header><h2><a href="{page}">{title}</a></h2>'
         f'<span class="status {status}">{status}</span></header>'
         f'<p class="facts">{html.escape(" · ".join(facts))} · <a href="{notebook}">notebook</a></p>'
         + (f'<table class="numbers">{rows}</table>' if rows else "")
-        + (f'<ul class="errors">{errors}</ul>' if errors else "")
+        + _errors(chapter["errors"], page)
         + "</section>"
     )
 
 
 def _page(title: str, body: str, css: str = "") -> str:
-    style = importlib.resources.files("autograder").joinpath("templates/page.css").read_text(encoding="utf-8")
+    style = STYLE.read_text(encoding="utf-8")
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -158,7 +164,9 @@ class _Renderer(IPythonRenderer):
         return formula(body)
 
     def block_math(self, body: str) -> str:
-        return f'<div class="math">{formula(body, size=19)}</div>'
+        return (
+            f'<div class="math">{formula(body.replace(chr(92) + "frac", chr(92) + "dfrac"), size=19)}</div>'
+        )
 
     def latex_environment(self, name: str, body: str) -> str:
         return "".join(

@@ -324,8 +324,11 @@ def title(notebook: Any) -> str:
 
 
 def _tidy(executed: Any) -> Any:
-    """Without papermill's timestamps and paths; ids as in the source."""
+    """Without papermill's timestamps, paths and error banners; ids as in the source."""
     executed.metadata.pop("papermill", None)
+    executed.cells = [
+        c for c in executed.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])
+    ]
     for cell in executed.cells:
         cell.metadata.pop("papermill", None)
         if "injected-parameters" in cell.metadata.get("tags", []):
@@ -363,7 +366,7 @@ def run(wanted: Sequence[Chapter], out: Path, options: Options) -> list[Result]:
 
     def finished(result: Result, executed: Any) -> None:
         result.notebook, result.page = f"{result.chapter}.ipynb", f"{result.chapter}.html"
-        page = pages.chapter_page(executed, result.title or result.chapter)
+        page = pages.chapter_page(executed, result.title or result.chapter, result.errors)
         with lock:
             write_atomically(out / result.notebook, build.to_text(executed))
             write_atomically(out / result.page, page)
@@ -447,10 +450,11 @@ def run_key(notebook: str, options: Options, library: str) -> str:
 
 def _library_hash() -> str:
     digest = hashlib.sha256()
-    for package in (Path(memlab.__file__).parent, Path(__file__).parent):
-        for path in sorted(package.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes() + b"\0")
+    package = Path(memlab.__file__).parent
+    own = [Path(module.__file__ or "") for module in (build, pages)] + [Path(__file__), pages.STYLE]
+    for path in [*sorted(package.rglob("*")), *own]:
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
