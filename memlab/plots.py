@@ -65,6 +65,8 @@ _STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",
 }
 _TOTAL, _LESS, _MORE = "#555555", "#56B4E9", "#D55E00"  # a waterfall's sums, what is freed, what is added
+_FILLS = (0.0, 0.45, 1.0)  # how much of its colour a column of a comparison has
+_SHORT = {"setup": "", "forward": "fwd", "backward": "bwd", "optimizer": "opt"}  # where a phase is brief
 _POINTS = 1000  # a longer trace is sampled: a notebook shows the plot on fewer pixels than this
 
 
@@ -98,11 +100,9 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
         raise ValueError("timeline() has nothing to draw: the trace holds no event")
     line = trace.timeline(_POINTS if len(trace) > 2 * _POINTS else None)
     x = np.asarray(line.events)
-    shown = (
-        np.append(np.flatnonzero(x >= trace.before), []).astype(int) if trace.before < len(trace) else [-1]
-    )
     first = min(trace.before, len(trace) - 1)
-    x, last = x[shown] - first, len(trace) - first
+    step = slice(min(int(np.searchsorted(x, first)), len(x) - 1), None)  # without what was alive before it
+    x, last = x[step] - first, len(trace) - first
     peak, where = trace.peak_bytes, phase(trace.peak_phase)
     at_peak = trace.consumers_at_peak()
     peak_x = max(trace.peak_event - first, 0)
@@ -115,7 +115,7 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
         edges = np.append(x, last)
         base = np.zeros(len(edges))
         for name in units.CONSUMERS:
-            values = np.asarray(line.consumers[name])[shown] / scale
+            values = np.asarray(line.consumers[name])[step] / scale
             top = base + np.append(values, values[-1])
             ax.fill_between(edges, base, top, step="post", color=COLOURS[name], linewidth=0)
             base = top
@@ -127,8 +127,10 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
             start, stop = max(start - first, 0), stop - first
             if 0 < start < stop:
                 ax.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
-            if stop - start >= (0.014 * len(name) + 0.01) * last:
-                ax.text((start + stop) / 2, top_y * 1.24, name, ha="center", va="top", fontsize=10.5)
+            room = (stop - start) / last  # a character takes 0.014 of the width
+            label = next((n for n in (name, _SHORT[name]) if room >= 0.014 * len(n) + 0.01), "")
+            if label:
+                ax.text((start + stop) / 2, top_y * 1.24, label, ha="center", va="top", fontsize=10.5)
         late = peak_x > last / 2
         _peak(ax, peak_x, peak / scale, f"peak {units.format_bytes(peak)}", late)
         limit = ""
@@ -137,8 +139,7 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
             _limit(ax, budget / scale if near else None, f"budget {units.format_bytes(budget)}", left=late)
         largest = max(units.CONSUMERS, key=at_peak.__getitem__)
         share = at_peak[largest] / peak if peak else 0.0
-        held = f"{word(largest)} are {share:.0%} of it"
-        heading = title or f"Peak {units.format_bytes(peak)} in {where}: {held}"
+        heading = title or f"Peak {units.format_bytes(peak)} in {where}, {share:.0%} {word(largest)}"
         _finish(ax, heading, "allocations and frees of the step, in order", f"live tensors ({unit})")
         ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         ax.grid(axis="y")
@@ -212,6 +213,54 @@ def consumers(
         figure.memlab_alt = f"{title or finding}.{limit} " + " ".join(
             f"{label}: {units.format_bytes(totals[label])} ({_listed(row)})." for label, row in rows.items()
         )
+    return figure
+
+
+def comparison(columns: Mapping[str, Mapping[str, int]], title: str | None = None) -> Figure:
+    """Formula, trace and measurement side by side, a group of bars per consumer and one for the peak.
+
+    `columns` maps a column's name ('formula', 'trace', 'measured') to its bytes per consumer and 'peak'; what
+    a column lacks isn't drawn. Columns are told apart by the fill: outline, light, full. Raises ValueError
+    for no column, more than three, or a row that is neither a consumer nor 'peak'.
+    """
+    if not 0 < len(columns) <= len(_FILLS):
+        raise ValueError(f"comparison() draws one to {len(_FILLS)} columns, not {len(columns)}")
+    groups = (*units.CONSUMERS, "peak")
+    for column, row in columns.items():
+        for name in row:
+            if name not in groups:
+                raise units.unknown_name(f"row of {column!r}:", name, groups)
+    extent = max((size for row in columns.values() for size in row.values()), default=0)
+    scale, unit = _unit(extent)
+    height = 0.8 / len(columns)
+
+    with _figure(7, 1.4 + 0.155 * len(groups) * (len(columns) + 0.8)) as figure:
+        ax = figure.subplots()
+        for i, group in enumerate(groups):
+            colour = COLOURS.get(group, _TOTAL)
+            for j, (row, fill) in enumerate(zip(columns.values(), _FILLS[-len(columns) :], strict=True)):
+                if group not in row:
+                    continue
+                y = i - 0.4 + (j + 0.5) * height
+                ax.barh(y, row[group] / scale, height * 0.86, color=_fill(colour, fill), edgecolor=colour)
+                ax.text(
+                    row[group] / scale + extent / scale * 0.012, y, _in(row[group], scale, unit), va="center",
+                    fontsize=9,
+                )  # fmt: skip
+        ax.set_yticks(range(len(groups)), [word(group) for group in groups])
+        ax.tick_params(axis="y", length=0)
+        ax.set_ylim(len(groups) - 0.45, -0.55)
+        ax.set_xlim(0, extent / scale * 1.22 or 1)
+        heading = title or _comparison_finding(columns)
+        _finish(ax, heading, f"live tensors ({unit})", None)
+        ax.grid(axis="x")
+        handles = [
+            Patch(facecolor=_fill(_TOTAL, fill), edgecolor=_TOTAL, label=column)
+            for column, fill in zip(columns, _FILLS[-len(columns) :], strict=True)
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), handlelength=1.1)
+        told = " ".join(f"{column}: {_listed(row)}." for column, row in columns.items())
+        figure.memlab_alt = f"{heading}. {told}"
     return figure
 
 
@@ -395,6 +444,22 @@ def _held(label: str, bar: Footprint | Trace | Mapping[str, int]) -> dict[str, i
     return {name: row.get(name, 0) for name in units.CONSUMERS}
 
 
+def _fill(colour: str, share: float) -> tuple[float, float, float]:
+    """`share` of the colour, the rest white."""
+    r, g, b = (1 - share * (1 - int(colour[i : i + 2], 16) / 255) for i in (1, 3, 5))
+    return r, g, b
+
+
+def _comparison_finding(columns: Mapping[str, Mapping[str, int]]) -> str:
+    names = list(columns)
+    known, judged = names[-1], names[0]
+    if len(names) > 1 and columns[known].get("peak") and "peak" in columns[judged]:
+        gap = columns[judged]["peak"] / columns[known]["peak"] - 1
+        off = "agree to the byte" if not gap else f"differ by {abs(gap):.2%}"
+        return f"Peak: {judged} and {known} {off}"
+    return " and ".join(names) + " per consumer"
+
+
 def _bars_finding(
     rows: Mapping[str, Mapping[str, int]], totals: Mapping[str, int], capacity: int | None
 ) -> str:
@@ -407,8 +472,8 @@ def _bars_finding(
     share = row[largest] / totals[label] if totals[label] else 0.0
     if capacity is not None:
         fits = "fits in" if totals[label] <= capacity else "doesn't fit in"
-        return f"{label} {fits} {units.format_bytes(capacity)}; {word(largest)} are {share:.0%} of its peak"
-    return f"{label} needs {units.format_bytes(totals[label])}; {word(largest)} are {share:.0%} of it"
+        return f"{label} {fits} {units.format_bytes(capacity)}: {share:.0%} {word(largest)}"
+    return f"{label} needs {units.format_bytes(totals[label])}, {share:.0%} {word(largest)}"
 
 
 def _on(colour: str) -> str:

@@ -43,7 +43,19 @@ ROWS = {
     "amp-bf16, micro-batch 1, checkpointing of every block": {"parameters": GIB, "temporaries": GIB},
 }
 RATES = [("PCIe 4.0 x16", 31.5e9), ("HBM2e, A100-80GB", 2.039e12), ("this machine", 11e9)]
+COLUMNS = {
+    "formula": {"parameters": GIB, "gradients": GIB, "activations": 800 * MIB, "peak": 4 * GIB},
+    "trace": {
+        "parameters": GIB,
+        "gradients": GIB,
+        "activations": 810 * MIB,
+        "temporaries": 3,
+        "peak": 4 * GIB,
+    },
+    "measured": {"parameters": GIB, "gradients": GIB, "activations": 811 * MIB, "peak": 4 * GIB + 5 * MIB},
+}
 FIGURES = {
+    "comparison": lambda: plots.comparison(COLUMNS),
     "timeline": lambda: plots.timeline(step()),
     "timeline, near budget": lambda: plots.timeline(step(), budget=300 * MIB),
     "timeline, far budget": lambda: plots.timeline(step(), budget=80 * GIB),
@@ -158,7 +170,8 @@ def test_timeline_marks_the_peak_of_the_trace():
     figure = plots.timeline(trace)
     assert f"peak {units.format_bytes(trace.peak_bytes)}" in [t.get_text() for t in figure.axes[0].texts]
     assert (
-        f"Peak {units.format_bytes(trace.peak_bytes)} in {plots.phase(trace.peak_phase)}" in figure.memlab_alt
+        f"Peak {units.format_bytes(trace.peak_bytes)} in {plots.phase(trace.peak_phase)}, "
+        in figure.memlab_alt
     )
     assert heights(figure) == pytest.approx(trace.peak_bytes / MIB)
     for phase in units.PHASES:
@@ -213,6 +226,22 @@ def test_consumers_takes_a_trace_at_its_peak():
 def test_consumers_refuses(bars, says):
     with pytest.raises(ValueError, match=says):
         plots.consumers(bars)
+
+
+def test_comparison_draws_what_each_column_has():
+    figure = plots.comparison(COLUMNS)
+    widths = [patch.get_width() for patch in figure.axes[0].patches]
+    groups = (*units.CONSUMERS, "peak")
+    assert widths == pytest.approx([c[g] / GIB for g in groups for c in COLUMNS.values() if g in c])
+    assert figure._suptitle.get_text() == "Peak: formula and measured differ by 0.12%"
+    same = plots.comparison({"formula": {"peak": 7}, "trace": {"peak": 7}})
+    assert "agree to the byte" in same.memlab_alt
+
+
+@pytest.mark.parametrize("columns", [{}, {name: {"peak": 1} for name in "abcd"}, {"trace": {"peaks": 1}}])
+def test_comparison_refuses(columns):
+    with pytest.raises(ValueError, match=r"draws one to 3 columns|did you mean peak"):
+        plots.comparison(columns)
 
 
 def test_waterfall_adds_up_and_refuses_to_free_more_than_there_is():
