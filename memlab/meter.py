@@ -47,7 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memlab.trace import SETUP, Trace
 from memlab.units import CONSUMERS, format_bytes
 
-__all__ = ["AllocatorLog", "Meter", "out_of_memory", "profiled", "torch_size"]
+__all__ = ["AllocatorLog", "Meter", "profiled", "torch_size"]
 
 PARAMETERS, GRADIENTS, STATES, ACTIVATIONS, TEMPORARIES = range(len(CONSUMERS))
 #: The sequence number of the node that stores a gradient: it belongs to no operator of the forward.
@@ -537,7 +537,8 @@ class Meter(TorchDispatchMode):
                     of_optimizer |= owner == STATES
                     if owner not in (PARAMETERS, STATES):
                         unknown.append(parameter)
-                if parameter.grad is not None:
+                # The gradient of a master weight is a copy that lives for one optimizer step.
+                if parameter.grad is not None and (alive is None or self._owners[alive.block] != STATES):
                     self._own(parameter.grad, GRADIENTS)
         # Tensors that no module knows, beside modules that are known, are an optimizer's own master weights.
         masters = of_optimizer or (not of_modules and PARAMETERS in self._owners)
@@ -616,7 +617,16 @@ class Meter(TorchDispatchMode):
         where = self._record.names[operator]
         if self._record.names[module]:
             where += f" in {self._record.names[module]}"
-        raise out_of_memory(size, live, self.budget, f"{where} ({self._phase})")
+        raise self._out_of_memory(size, live, self.budget, f"{where} ({self._phase})")
+
+    def _out_of_memory(self, size: int, live: int, budget: int, where: str) -> torch.OutOfMemoryError:
+        """The error in the form of PyTorch's own message."""
+        return torch.OutOfMemoryError(
+            f"out of memory. Tried to allocate {torch_size(size)}."
+            f" The budget has a total capacity of {torch_size(budget)} of which"
+            f" {torch_size(max(0, budget - live))} is free."
+            f" Of the allocated memory {torch_size(live)} is allocated by PyTorch. Allocation: {where}."
+        )
 
     # CUDA's own figures
 
@@ -804,16 +814,6 @@ def torch_size(size: int) -> str:
         if size > unit - 1:
             return f"{size / unit:.2f} {name}"
     return f"{size} bytes"
-
-
-def out_of_memory(size: int, live: int, budget: int, where: str) -> torch.OutOfMemoryError:
-    """The error for an allocation of `size` bytes beside `live` ones that exceeds `budget`."""
-    return torch.OutOfMemoryError(
-        f"out of memory. Tried to allocate {torch_size(size)}."
-        f" The budget has a total capacity of {torch_size(budget)} of which"
-        f" {torch_size(max(0, budget - live))} is free."
-        f" Of the allocated memory {torch_size(live)} is allocated by PyTorch. Allocation: {where}."
-    )
 
 
 # the allocator's own log

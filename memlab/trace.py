@@ -168,10 +168,6 @@ class Trace:
             raise unknown_name("phase", phase, ALL_PHASES)
         if self.marks[-1][1] == phase:
             return
-        if self.marks[-1][0] == len(self.events):
-            self.marks.pop()
-            if self.marks and self.marks[-1][1] == phase:
-                return
         self.marks.append((len(self.events), phase))
         self._cached = None
 
@@ -214,9 +210,13 @@ class Trace:
         return self.marks[bisect_right(self.marks, position, key=lambda mark: mark[0]) - 1][1]
 
     def spans(self) -> list[tuple[int, int, str]]:
-        """(first event, one past the last event, phase) in order, without empty ones."""
+        """(first event, one past the last event, phase) in order.
+
+        A phase of the step may be empty (a fused optimizer allocates nothing); an empty 'setup' is left out.
+        """
         ends = [position for position, _ in self.marks[1:]] + [len(self.events)]
-        return [(a, b, phase) for (a, phase), b in zip(self.marks, ends, strict=True) if b > a]
+        spans = [(a, b, phase) for (a, phase), b in zip(self.marks, ends, strict=True)]
+        return [(a, b, phase) for a, b, phase in spans if b > a or phase != SETUP]
 
     @property
     def _summary(self) -> _Summary:
@@ -390,9 +390,11 @@ class Trace:
                 part.events.append(~renamed[~event])
         part.before = len(alive)
         shift = len(alive) - start
-        part.marks = [(0, SETUP)] if alive else []
-        part.marks.append((len(alive), self.phase_at(start)))
-        part.marks += [(position + shift, phase) for position, phase in self.marks if start < position < stop]
+        part.marks = [(0, SETUP)]
+        inside = [(a + shift, phase) for a, phase in self.marks if start < a <= stop]
+        for position, phase in [(len(alive), self.phase_at(start)), *inside]:
+            if phase != part.marks[-1][1]:
+                part.marks.append((position, phase))
         part.steps = [position + shift for position in self.steps if start <= position < stop]
         return part
 

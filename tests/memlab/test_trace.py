@@ -87,6 +87,9 @@ def test_every_figure_follows_from_the_events(trace: Trace) -> None:
         phase = trace.phase_at(position)
         entered = totals[position - 1] if position and trace.phase_at(position - 1) != phase else 0
         by_phase[phase] = max(by_phase.get(phase, 0), total, entered)
+    for start, stop, phase in trace.spans():
+        if start == stop:  # nothing is allocated in it, but what is alive counts
+            by_phase[phase] = max(by_phase.get(phase, 0), totals[start - 1] if start else 0)
     assert trace.phase_peaks() == by_phase
     line = trace.timeline()
     assert list(line.total) == totals
