@@ -84,9 +84,8 @@ class Figure(MplFigure):
 
     def _ipython_display_(self) -> None:
         # Not _repr_png_: the inline backend registers its own printer for figures, which drops the text.
-        width, height = (round(inches * self.dpi) for inches in self.get_size_inches())
         bundle = {"image/png": base64.b64encode(self.png()).decode("ascii"), "text/plain": self.memlab_alt}
-        metadata = {"image/png": {"alt": self.memlab_alt, "width": width, "height": height}}
+        metadata = {"image/png": {"alt": self.memlab_alt}}
         importlib.import_module("IPython.display").display(bundle, metadata=metadata, raw=True)
 
 
