@@ -110,7 +110,17 @@ def _print_json(data: object) -> None:
     print(json.dumps(data, indent=2))
 
 
-def _print_notes(recipe: Recipe, config: TransformerConfig | ConvConfig, card: GPU | None) -> None:
+def _resolve(
+    name: str, recipe: Recipe, card: GPU | None = None
+) -> tuple[TransformerConfig | ConvConfig, Recipe]:
+    """The model called `name` and the recipe made whole for it: mistakes come out before torch is loaded."""
+    from memlab.models import model as find_model
+
+    config = find_model(name)
+    return config, recipe.resolve(config, card)
+
+
+def _print_notes(recipe: Recipe, config: TransformerConfig | ConvConfig, card: GPU | None = None) -> None:
     for note in recipe.notes(config, card):
         print(f"note: {note}")
 
@@ -124,17 +134,18 @@ def footprint(model: Model, recipe: Recipe, gpu: Card = None, as_json: AsJson = 
 
     memlab footprint llama2-7b --checkpointing full --gpu A100-80GB
     """
-    from memlab import hardware, models
+    from memlab.hardware import gpu as find_card
+
+    card = find_card(gpu) if gpu is not None else None
+    config, recipe = _resolve(model, recipe, card)
     from memlab.footprint import footprint as compute
 
-    card = hardware.gpu(gpu) if gpu is not None else None
-    config = models.model(model)
     result = compute(config, recipe, card)
     if as_json:
         _print_json(result.to_dict())
     else:
         _print(result)
-        _print_notes(recipe.resolve(config, card), config, card)
+        _print_notes(recipe, config, card)
 
 
 @app.command()
@@ -154,19 +165,18 @@ def trace(
 
     memlab trace gpt2 --micro-batch 4 --sequence 512 --precision fp32
     """
-    from memlab import models
+    config, recipe = _resolve(model, recipe)
     from memlab.report import trace_step
 
-    config = models.model(model)
     result = trace_step(config, recipe)
     if out is not None:
         result.save(out)
     if as_json:
         _print_json(result.to_dict())
     else:
-        _print(f"{config.name}: {recipe.resolve(config).describe()}\n")
+        _print(f"{config.name}: {recipe.describe()}\n")
         _print(result)
-        _print_notes(recipe.resolve(config), config, None)
+        _print_notes(recipe, config)
 
 
 @app.command()
@@ -178,16 +188,15 @@ def compare(model: Model, recipe: Recipe, as_json: AsJson = False) -> None:
 
     memlab compare gpt2 --micro-batch 4 --sequence 512 --precision fp32
     """
-    from memlab import models
+    config, recipe = _resolve(model, recipe)
     from memlab.report import compare as put_side_by_side
 
-    config = models.model(model)
     result = put_side_by_side(config, recipe)
     if as_json:
         _print_json(result.to_dict())
     else:
         _print(result)
-        _print_notes(recipe.resolve(config), config, None)
+        _print_notes(recipe, config)
 
 
 @app.command()
@@ -202,15 +211,15 @@ def gpus(
     memlab gpus a100-80gb
     """
     from memlab.hardware import GPUS, LINKS
-    from memlab.hardware import gpu as find
+    from memlab.hardware import gpu as find_card
 
     if as_json:
-        chosen = [find(name)] if name is not None else list(GPUS.values())
+        chosen = [find_card(name)] if name is not None else list(GPUS.values())
         _print_json(
             {"gpus": [asdict(card) for card in chosen], "links": [asdict(path) for path in LINKS.values()]}
         )
     elif name is not None:
-        _print(_card_page(find(name)))
+        _print(_card_page(find_card(name)))
     else:
         _print(_cards_table(list(GPUS.values())))
         _print("\nlink           one direction  connects")
@@ -269,9 +278,9 @@ def models(
     memlab models llama2-70b
     """
     from memlab.models import MODELS, TransformerConfig
-    from memlab.models import model as find
+    from memlab.models import model as find_model
 
-    chosen = [find(name)] if name is not None else list(MODELS.values())
+    chosen = [find_model(name)] if name is not None else list(MODELS.values())
     if as_json:
         _print_json([{**asdict(config), "parameter_count": config.parameter_count} for config in chosen])
         return
@@ -313,7 +322,7 @@ def _root(
 def main() -> None:
     """The console script. Exit codes: 0, 2 for what the user can mend, 130 for Ctrl-C."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="memlab", standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
