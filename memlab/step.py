@@ -90,9 +90,10 @@ class Workload:
                 loss = self.model.loss(logits, self.targets)
             mark("backward")
             share = loss if self.recipe.accumulation == 1 else loss / self.recipe.accumulation
-            (share if self.scaler is None else self.scaler.scale(share)).backward()
+            share = share if self.scaler is None else self.scaler.scale(share)
+            share.backward()  # type: ignore[no-untyped-call]
         mark("optimizer")
-        with ValuelessReads() if isinstance(loss, FakeTensor) or loss.is_meta else nullcontext():
+        with valueless_reads() if isinstance(loss, FakeTensor) or loss.is_meta else nullcontext():
             if self.scaler is None:
                 self.optimizer.step()
             else:
@@ -156,7 +157,7 @@ def make_optimizer(recipe: Recipe, parameters: list[Tensor]) -> torch.optim.Opti
     torch would choose for itself: foreach on CUDA, the loop on CPU. That choice moves a copy of all
     parameters.
     """
-    impl = {"foreach": recipe.optimizer_impl == "foreach"}
+    impl: dict[str, Any] = {"foreach": recipe.optimizer_impl == "foreach"}
     if recipe.optimizer != "adafactor":
         impl["fused"] = recipe.optimizer_impl == "fused"
     make: dict[str, Make] = {
@@ -188,7 +189,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.inner = make([self.state[p]["master"] for p in self.parameters])
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.parameters:
             master = self.state[p]["master"]
             master.grad = None if p.grad is None else p.grad.float()
@@ -221,7 +222,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self.steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.steps += 1
         for group in self.param_groups:
             for p in group["params"]:
@@ -297,12 +298,7 @@ def _to_bytes(x: Tensor, codes: Tensor, scale: Tensor, signed: bool) -> None:
 # -- fake tensors ----------------------------------------------------------------------------------------
 
 
-class ValuelessReads(TorchDispatchMode):
-    """Lets an optimizer read a number (`.item()`) from a fake or meta tensor, which holds none: it reads 0.
-
-    Adafactor reads norms and GradScaler whether a gradient overflowed; neither decides a tensor's size.
-    """
-
+class _ValuelessReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 0.0
@@ -310,3 +306,11 @@ class ValuelessReads(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:
             return 0.0
+
+
+def valueless_reads() -> AbstractContextManager[Any]:
+    """Lets an optimizer read a number (`.item()`) from a fake or meta tensor, which holds none: it reads 0.
+
+    Adafactor reads norms and GradScaler whether a gradient overflowed; neither decides a tensor's size.
+    """
+    return _ValuelessReads()  # type: ignore[no-untyped-call]
