@@ -42,9 +42,10 @@ from tqdm import tqdm
 
 from autograder import build, doctor, submissions
 from autograder.course import Chapter, CourseError, nbgrader_config, write_atomically
-from memlab.exercises import EVIDENCE_MIME, exercises, rate
+from autograder.evidence import REVIEW, TAMPERED, is_check, judge
+from memlab.exercises import exercises
 
-GRADED, REVIEW, FAILED, TAMPERED, MISSING = "graded", "needs_review", "failed", "tampered", "missing"
+GRADED, FAILED, MISSING = "graded", "failed", "missing"
 
 #: Seconds that one cell of a submission may take; the longest check allows an answer 60.
 CELL_TIMEOUT = 90
@@ -144,7 +145,7 @@ def _prepare_nbgrader(out: Path, built: Iterable[build.Built]) -> None:
         write_atomically(path, text)
         result = _api(out).generate_assignment(name, force=True, create=True)
         if not result["success"]:
-            raise CourseError(f"nbgrader can't release {name}: {_last_line(result)}")
+            raise CourseError(f"nbgrader can't release {name}: {_why(result)}")
 
 
 def _course_seed(out: Path, given: str | None) -> int:
@@ -292,12 +293,17 @@ def grade_one(job: Job) -> Record:
     record.points = dict.fromkeys(exercises(int(job.chapter[:2])))
     folder = out / "course" / "submitted" / job.nbgrader_id / job.chapter
     write_atomically(folder / f"{job.chapter}.ipynb", job.submitted)
-    with tempfile.TemporaryDirectory(prefix="memlab-grading-") as scratch, _environment(job, scratch):
+    with (
+        tempfile.TemporaryDirectory(prefix="memlab-grading-") as scratch,
+        _environment(job, scratch),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # SQLAlchemy's about nbgrader's models
         result = _api(out).autograde(job.chapter, job.nbgrader_id, force=True, create=True)
     path = out / "course" / "autograded" / job.nbgrader_id / job.chapter / f"{job.chapter}.ipynb"
     if not result["success"] or not path.exists():
         record.status = FAILED
-        record.reasons.append(f"nbgrader couldn't grade it: {_last_line(result)}")
+        record.reasons.append(f"nbgrader couldn't grade it: {_why(result)}")
         record.key = ""  # tried again at the next run
     else:
         _score(record, json.loads(path.read_text("utf-8")), job.seed)
@@ -341,10 +347,9 @@ def _api(out: Path) -> Any:
             CheckCellMetadata,
             IgnorePattern,
             LimitOutput,
-            SaveAutoGrades,
         )
 
-        from autograder.preprocessors import SurvivingExecute
+        from autograder.preprocessors import SaveEvidencePoints, SurvivingExecute
 
     config = nbgrader_config(out / "course")
     config.CourseDirectory.db_url = f"sqlite:///{out / 'gradebook.db'}"
@@ -352,80 +357,51 @@ def _api(out: Path) -> Any:
         SurvivingExecute,
         IgnorePattern,
         LimitOutput,
-        SaveAutoGrades,
+        SaveEvidencePoints,
         AssignLatePenalties,
         CheckCellMetadata,
     ]
     config.SurvivingExecute.timeout = CELL_TIMEOUT
+    config.SurvivingExecute.extra_arguments = ["--log-level=ERROR"]  # ipykernel 7 warns at every start
     config.SurvivingExecute.kernel_name = config.Execute.kernel_name
+    here = str(Path(sys.executable).parent)
+    if here not in os.environ.get("PATH", "").split(os.pathsep):
+        # nbgrader calls `alembic` by its bare name when it makes a gradebook
+        os.environ["PATH"] = os.pathsep.join((here, os.environ.get("PATH", "")))
     api = NbGraderAPI(config=config)
-    api.log.setLevel(logging.CRITICAL)
+    api.log.setLevel(logging.ERROR)
+    api.log.propagate = False
+    api.log.addHandler(logging.NullHandler())  # errors are read from each result, not printed
     return api
 
 
-def _last_line(result: dict[str, Any]) -> str:
-    text = str(result.get("error") or result.get("log") or "no reason given").strip()
-    return text.splitlines()[-1][:300] if text else "no reason given"
+def _why(result: dict[str, Any]) -> str:
+    """The most telling line of an nbgrader result: the last exception that isn't nbgrader's own."""
+    lines = f"{result.get('log', '')}\n{result.get('error', '')}".splitlines()
+    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Entry)\b", line)]
+    own = [line for line in errors if not line.startswith("nbgrader.")]
+    return ([*errors, *own] or [line for line in lines if line.strip()] or ["no reason given"])[-1][:300]
 
 
 def _score(record: Record, notebook: dict[str, Any], seed: int) -> None:
     """Points from the evidence in the executed notebook, and what speaks against believing it."""
-    known = exercises(int(record.chapter[:2]))
     doubts: list[tuple[str, str]] = []
     for cell in notebook["cells"]:
-        outputs = cell.get("outputs", [])
-        died = [o["evalue"] for o in outputs if o.get("ename") == "KernelDied"]
+        died = [o["evalue"] for o in cell.get("outputs", []) if o.get("ename") == "KernelDied"]
         if died:
             number = cell["metadata"].get("memlab", {}).get("exercise", "")
             where = f"exercise {number}" if number else f'cell "{cell.get("id", "?")}"'
             doubts.append((REVIEW, f"{where}: {died[0]}"))
-        nbgrader = cell["metadata"].get("nbgrader", {})
-        if not (cell["cell_type"] == "code" and nbgrader.get("grade")):
-            continue
-        number = cell["metadata"]["memlab"]["exercise"]
-        evidence = _evidence(outputs, number, seed)
-        shown = _shown_points(outputs)
-        if evidence is not None:
-            earned = rate(known[number], evidence).points
-            record.points[number] = earned
-            if shown is not None and shown != earned:
-                why = f"exercise {number}: {shown:g} points shown, the evidence gives {earned:g}"
-                doubts.append((TAMPERED, why))
-        elif shown:
-            record.points[number] = 0
-            doubts.append((TAMPERED, f"exercise {number}: {shown:g} points shown without evidence"))
-        elif any(o.get("output_type") == "error" for o in outputs):
-            record.points[number] = 0
-        else:
-            record.points[number] = 0
-            doubts.append((REVIEW, f"exercise {number}: its check left neither evidence nor an error"))
+        if is_check(cell):
+            verdict = judge(cell, seed)
+            record.points[verdict.exercise] = verdict.points
+            if verdict.status:
+                doubts.append((verdict.status, verdict.why))
     for status in (TAMPERED, REVIEW):
         if any(s == status for s, _ in doubts):
             record.status = status
             break
     record.reasons += [text for _, text in doubts]
-
-
-def _evidence(outputs: Iterable[dict[str, Any]], number: str, seed: int) -> dict[str, Any] | None:
-    """The evidence of one exercise, collected with this course's seed; None when there isn't exactly one."""
-    found = [o["data"][EVIDENCE_MIME] for o in outputs if EVIDENCE_MIME in o.get("data", {})]
-    if len(found) != 1 or not isinstance(found[0], dict):
-        return None
-    item = found[0]
-    fits = item.get("exercise") == number and item.get("seed") == seed
-    evidence = item.get("evidence")
-    return evidence if fits and isinstance(evidence, dict) else None
-
-
-def _shown_points(outputs: Iterable[dict[str, Any]]) -> float | None:
-    for output in outputs:
-        if output.get("output_type") == "execute_result":
-            text = output.get("data", {}).get("text/plain", "")
-            try:
-                return float("".join(text))
-            except ValueError:
-                return None
-    return None
 
 
 # -- records, feedback, tables -----------------------------------------------------------------------------

@@ -1,12 +1,15 @@
-"""What nbgrader needs to get through a class: a notebook run that survives the death of its kernel."""
+"""What nbgrader needs to get through a class: runs that survive their kernel, points that need evidence."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import nbformat
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
-from nbgrader.preprocessors import Execute
+from nbgrader.preprocessors import Execute, SaveAutoGrades
+
+from autograder.evidence import is_check, judge
 
 #: Kernels that one submission may lose before the rest of it isn't run any more.
 MAX_DEATHS = 3
@@ -39,6 +42,21 @@ class SurvivingExecute(Execute):  # type: ignore[misc]
             cell.outputs = [_error("KernelDied", why)]
             return cell, resources
         return super().preprocess_cell(cell, resources, index)
+
+
+class SaveEvidencePoints(SaveAutoGrades):  # type: ignore[misc]
+    """Saves the points of a check cell from its evidence; nbgrader would believe any number it shows."""
+
+    def _add_score(self, cell: Any, resources: Any) -> None:
+        if not is_check(cell):
+            super()._add_score(cell, resources)
+            return
+        grade = self.gradebook.find_grade(
+            cell.metadata.nbgrader.grade_id, self.notebook_id, self.assignment_id, self.student_id
+        )
+        grade.auto_score = judge(cell, int(os.environ["MEMLAB_CHECK_SEED"])).points
+        grade.needs_manual_grade = grade.manual_score is not None
+        self.gradebook.db.commit()
 
 
 def _error(name: str, text: str) -> Any:
