@@ -1,0 +1,179 @@
+"""The command line: what it prints, and how it fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from memlab import cli
+from memlab.recipe import Recipe
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """memlab(*words) -> (exit code, stdout, stderr), in this process."""
+
+    def memlab(*words):
+        monkeypatch.setattr(sys, "argv", ["memlab", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return memlab
+
+
+@pytest.mark.parametrize("command", ["footprint", "trace", "compare"])
+def test_every_recipe_field_is_a_flag(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    for field in Recipe().to_dict():
+        assert "--" + field.replace("_", "-") in out
+    assert f"memlab {command} " in out  # the example
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("gpus", "--help"), ("models", "--help")])
+def test_help(run, words):
+    code, out, err = run(*words)
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage: memlab") and max(map(len, out.splitlines())) <= 80
+
+
+def test_version(run):
+    assert run("--version")[:2] == (0, "memlab 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("footprint", "gtp2"), "unknown model 'gtp2': did you mean gpt2"),
+        (("footprint", "gpt2", "--gpu", "A100-81GB"), "unknown GPU 'A100-81GB': did you mean A100-80GB"),
+        (("footprint", "gpt2", "--gpu", "a100"), "ambiguous: A100-40GB or A100-80GB"),
+        (("footprint", "gpt2", "--micro-batch", "-4"), "micro_batch must be at least 1, not -4"),
+        (("footprint", "gpt2", "--micro-batch", "four"), "--micro-batch"),
+        (("footprint", "gpt2", "--sequence", "4096"), "1024 learned positions"),
+        (("footprint", "gpt2", "--precision", "fp8"), "unknown precision 'fp8'"),
+        (("footprint", "gpt2", "--offload", "weights:cpu"), "unknown thing to offload"),
+        (("footprint", "gpt2", "--batch", "4"), "No such option: --batch"),
+        (("footprint",), "MODEL"),
+        (("footprint", "gpt2", "--recipe", "/nowhere/r.toml"), "/nowhere/r.toml: can't read the recipe"),
+        (("footprint", "/nowhere/config.json"), "/nowhere/config.json: can't read the model's config"),
+        (("fotprint", "gpt2"), "No such command 'fotprint'"),
+        (("gpus", "a100"), "ambiguous"),
+        (("models", "gtp2"), "did you mean gpt2"),
+        (("trace", "gtp2"), "did you mean gpt2"),
+        (("compare", "gtp2"), "did you mean gpt2"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(run, words, said):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith("memlab: ") and said in err
+    assert err.count("\n") == 1
+
+
+# -- footprint --------------------------------------------------------------------------------------------
+
+
+def test_footprint_prints_recipe_and_peak(run):
+    code, out, err = run("footprint", "gpt2", "--micro-batch", 4, "--sequence", 512, "--precision", "fp32")
+    assert (code, err) == (0, "")
+    assert "fp32" in out and "AdamW foreach" in out and "sequence 512" in out and "peak" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_footprint_as_json_holds_integers(run):
+    code, out, _ = run("footprint", "llama2-70b", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["parameter_count"] == 68_976_648_192
+    assert isinstance(data["peak_bytes"], int) and data["peak_bytes"] > 16 * 68_976_648_192
+    assert data["peak_phase"] in ("forward", "backward", "optimizer")
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(run, tmp_path):
+    file = tmp_path / "r.toml"
+    file.write_text('precision = "bf16"\nmicro_batch = 8\nset_to_none = false\n', encoding="utf-8")
+    data = json.loads(run("footprint", "gpt2", "--json", "--recipe", file, "--micro-batch", 2)[1])
+    recipe = data["recipe"]
+    assert (recipe["precision"], recipe["micro_batch"], recipe["set_to_none"]) == ("bf16", 2, False)
+    words = ("footprint", "gpt2", "--json", "--recipe", file, "--set-to-none", "--offload", "gradients:cpu")
+    recipe = json.loads(run(*words)[1])["recipe"]
+    assert (recipe["set_to_none"], recipe["offload"]) == (True, ["gradients:cpu"])
+
+
+def test_a_config_json_is_a_model(run, tmp_path):
+    from tests.memlab.test_models import GPT2
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GPT2), encoding="utf-8")
+    ours, theirs = (json.loads(run("footprint", name, "--json")[1]) for name in ("gpt2", file))
+    assert ours["peak_bytes"] == theirs["peak_bytes"]
+
+
+def test_what_is_worth_saying_is_printed(run):
+    assert "note: T4 has no bf16 arithmetic" in run("footprint", "gpt2", "--gpu", "t4")[1]
+    assert "note: sequence 8192 is beyond" in run("footprint", "llama2-7b", "--sequence", 8192)[1]
+
+
+# -- lists ------------------------------------------------------------------------------------------------
+
+
+def test_gpus(run):
+    code, out, _ = run("gpus")
+    assert code == 0 and "A100-80GB" in out and "PCIe4" in out
+    assert max(map(len, out.splitlines())) <= 80
+    code, out, _ = run("gpus", "a100-80gb")
+    assert "85,198,045,184 B" in out and "deviceQuery" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert json.loads(run("gpus", "t4", "--json")[1])["gpus"][0]["memory_bytes"] == 15_835_660_288
+
+
+def test_models(run):
+    code, out, _ = run("models")
+    assert code == 0 and "68,976,648,192" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "kv_heads      8" in run("models", "llama2-70b")[1]
+    assert "growth        32" in run("models", "densenet264")[1]
+    assert json.loads(run("models", "resnet152", "--json")[1])[0]["parameter_count"] == 60_192_808
+
+
+# -- as a process -----------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m memlab.cli models | head -1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+
+
+def test_ctrl_c_ends_quietly_with_130():
+    code = (
+        "import sys, time, memlab.cli as cli\n"
+        "import memlab.models\n"
+        "def slow(name):\n    print('started', flush=True)\n    time.sleep(60)\n"
+        "memlab.models.model = slow\n"
+        "sys.argv = ['memlab', 'models', 'gpt2']\n"
+        "cli.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "started\n"
+        time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (130, "")
