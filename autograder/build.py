@@ -164,15 +164,22 @@ def parse(path: Path) -> list[Cell]:
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CourseError(f"{path}: jupytext can't read it: {first}") from None
-    lines = [n for n, line in enumerate(text.splitlines(), 1) if _HEADER.match(line)]
     cells = [
-        _cell(c, lines[i] if len(lines) == len(notebook.cells) else 0) for i, c in enumerate(notebook.cells)
+        _cell(cell, line) for cell, line in zip(notebook.cells, _lines(text, notebook.cells), strict=True)
     ]
     if not cells:
         raise CourseError(
             f"{path}: no cells; a chapter starts with a line like '# %% [markdown] id=\"title\"'"
         )
     return cells
+
+
+def _lines(text: str, cells: list[Any]) -> list[int]:
+    """The line of each cell's `# %%`; jupytext doesn't keep it. A `# %%` inside a string isn't a cell."""
+    headers = [(n, line) for n, line in enumerate(text.splitlines(), 1) if _HEADER.match(line)]
+    if len(headers) == len(cells):
+        return [n for n, _ in headers]
+    return [next((n for n, h in headers if f'id="{c.metadata.get("id")}"' in h), 1) for c in cells]
 
 
 def _cell(cell: Any, line: int) -> Cell:
