@@ -1,0 +1,236 @@
+"""Wrong answers to the exercises of chapter 2 that must lose points, as the source a student would write.
+
+Exercise -> what is wrong -> the whole source of the student's cell.
+"""
+
+from __future__ import annotations
+
+_STATES = """
+def states(parameters, precision, optimizer, offload=False):
+    weight = {weight}
+    moments = {{"sgd": 0, "momentum": {momentum}, "adamw": {adam}, "adamw-8bit": {adam}}}[optimizer]
+    moment = {moment}
+    master = {master}
+    return {{
+        "parameters": {parameters},
+        "gradients": parameters * weight,
+        "optimizer_states": {states},
+    }}
+"""
+
+
+def _states(**wrong: str) -> str:
+    right = {
+        "weight": '4 if precision in ("fp32", "amp-bf16") else 2',
+        "momentum": "1",
+        "adam": "2",
+        "moment": '1 if optimizer == "adamw-8bit" else 2 if precision == "bf16" else 4',
+        "master": '4 if precision == "bf16-master" else 0',
+        "parameters": "parameters * weight",
+        "states": "0 if offload else parameters * (moments * moment + master)",
+    }
+    return _STATES.format(**right | wrong)
+
+
+_MEASURE = """
+def measure_states(model, optimizer):
+    def total(tensors):
+        return sum({t: t.nbytes for t in tensors}.values())
+
+    states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    return {
+        "parameters": total([*model.parameters(), *model.buffers()]),
+        "gradients": total([p.grad for p in model.parameters() if p.grad is not None]),
+        "optimizer_states": total(states),
+    }
+
+
+def step_peak(sizes, implementation):
+    extra = {"foreach": sum(sizes), "for-loop": 2 * max(sizes), "fused": 0}[implementation]
+    return 4 * (4 * sum(sizes) + extra)
+"""
+
+_SAVED = """
+def saved_bytes(module, *inputs):
+    known = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
+    found = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return t.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        module(*inputs)
+    return sum(found.values())
+"""
+
+_CARDS = """
+def min_cards(parameters, bytes_per_parameter, card_bytes):
+    return -(-parameters * bytes_per_parameter // card_bytes)
+
+
+def train_days(parameters, tokens, cards, flops_per_second=140e12, recompute=True):
+    flops = (8 if recompute else 6) * parameters * tokens
+    return flops / (cards * flops_per_second) / 86_400
+"""
+
+
+def _changed(source: str, old: str, new: str) -> str:
+    assert old in source, old
+    return source.replace(old, new)
+
+
+MUTANTS: dict[str, dict[str, str]] = {
+    "2.1": {
+        "autocast halves parameters and gradients": _states(weight='4 if precision == "fp32" else 2'),
+        "only one Adam moment": _states(adam="1"),
+        "no master copy": _states(master="0"),
+        "GB instead of bytes": _states(parameters="parameters * weight / 1e9"),
+        "floats instead of ints": _states(states="float(parameters * (moments * moment + master))"),
+        "SGD keeps its gradients a second time": _states(momentum="2"),
+        "moments are always fp32": _states(moment='1 if optimizer == "adamw-8bit" else 4'),
+        "8 bit means half a byte": _states(moment='2 if precision == "bf16" else 4'),
+        "offloaded states are still counted": _states(states="parameters * (moments * moment + master)"),
+        "bf16-master holds fp32 weights": _states(weight='2 if precision == "bf16" else 4'),
+        "one recipe for all": """
+def states(parameters, precision, optimizer, offload=False):
+    return {"parameters": 4 * parameters, "gradients": 4 * parameters, "optimizer_states": 8 * parameters}
+""",
+        "a sum instead of consumers": """
+def states(parameters, precision, optimizer, offload=False):
+    return 16 * parameters
+""",
+        "an object that equals everything": """
+class Any:
+    def __eq__(self, other): return True
+    def __hash__(self): return 0
+
+def states(parameters, precision, optimizer, offload=False):
+    return {"parameters": Any(), "gradients": Any(), "optimizer_states": Any()}
+""",
+    },
+    "2.2": {
+        "4 B per element, whatever the dtype": _changed(_MEASURE, "t.nbytes for", "4 * t.numel() for"),
+        "forgets the buffers": _changed(
+            _MEASURE, "[*model.parameters(), *model.buffers()]", "model.parameters()"
+        ),
+        "a tied tensor counted twice": _changed(
+            _MEASURE,
+            "total([*model.parameters(), *model.buffers()])",
+            "sum(t.nbytes for t in model.state_dict().values())",
+        ),
+        "a shared storage counted for each view": _changed(
+            _MEASURE, "t: t.nbytes for", "t: t.untyped_storage().nbytes() for"
+        ),
+        "gradients assumed, not measured": _changed(
+            _MEASURE, "[p.grad for p in model.parameters() if p.grad is not None]", "model.parameters()"
+        ),
+        "two moments assumed, not measured": _changed(
+            _MEASURE, "total(states)", "2 * sum(p.nbytes for p in model.parameters())"
+        ),
+        "only exp_avg": _changed(
+            _MEASURE,
+            "for t in state.values() if torch.is_tensor(t)",
+            'for k, t in state.items() if k in ("exp_avg", "momentum_buffer")',
+        ),
+        "a step needs no temporaries": _changed(_MEASURE, "4 * sum(sizes) + extra", "4 * sum(sizes)"),
+        "foreach works tensor by tensor": _changed(
+            _MEASURE, '"foreach": sum(sizes)', '"foreach": 2 * max(sizes)'
+        ),
+        "the loop keeps one temporary": _changed(_MEASURE, "2 * max(sizes)", "max(sizes)"),
+        "gradients not alive in the step": _changed(
+            _MEASURE, "4 * sum(sizes) + extra", "3 * sum(sizes) + extra"
+        ),
+        "the peak in GiB": _changed(
+            _MEASURE, "4 * (4 * sum(sizes) + extra)", "4 * (4 * sum(sizes) + extra) / 2**30"
+        ),
+        "only the first function written": _changed(
+            _MEASURE,
+            '    extra = {"foreach": sum(sizes), "for-loop": 2 * max(sizes), "fused": 0}[implementation]\n'
+            "    return 4 * (4 * sum(sizes) + extra)",
+            '    raise NotImplementedError("exercise 2.2")',
+        ),
+    },
+    "2.3": {
+        "parameters counted as saved": _changed(_SAVED, "if storage.data_ptr() not in known:", "if True:"),
+        "a shared storage counted twice": _changed(
+            _SAVED, "found[storage.data_ptr()] =", "found[len(found)] ="
+        ),
+        "buffers counted as saved": _changed(
+            _SAVED, "[*module.parameters(), *module.buffers()]", "module.parameters()"
+        ),
+        "shapes instead of storages": _changed(_SAVED, "storage.nbytes()", "t.nbytes"),
+        "4 B per element": _changed(_SAVED, "storage.nbytes()", "4 * len(storage) // t.element_size()"),
+        "the pack hook returns the tensor itself": _changed(_SAVED, "return t.detach()", "return t"),
+        "keeps the tensors to count them later": _changed(
+            _SAVED,
+            "found[storage.data_ptr()] = storage.nbytes()",
+            "found[storage.data_ptr()] = storage.nbytes(); KEPT.append(t)",
+        )
+        + "\n\nKEPT = []\n",
+        "input and output of the module": """
+def saved_bytes(module, *inputs):
+    return sum(t.nbytes for t in (*inputs, module(*inputs)))
+""",
+        "KiB instead of bytes": _changed(_SAVED, "sum(found.values())", "sum(found.values()) / 1024"),
+        "always nothing": """
+def saved_bytes(module, *inputs):
+    return 0
+""",
+    },
+    "2.4": {
+        "the article's formula: one 16-bit tensor per layer": """
+def act_bytes(s, b, h, a, L):
+    return L * s * b * h * 2
+""",
+        "no scores": """
+def act_bytes(s, b, h, a, L):
+    return L * s * b * h * 34
+""",
+        "scores without their dropout": """
+def act_bytes(s, b, h, a, L):
+    return L * (34 * s * b * h + 2 * a * b * s * s)
+""",
+        "GB instead of bytes": """
+def act_bytes(s, b, h, a, L):
+    return L * s * b * h * (34 + 5 * a * s / h) / 1e9
+""",
+        "fp32": """
+def act_bytes(s, b, h, a, L):
+    return 2 * L * s * b * h * (34 + 5 * a * s / h)
+""",
+        "scores of one head": """
+def act_bytes(s, b, h, a, L):
+    return L * s * b * h * (34 + 5 * s / h)
+""",
+        "one layer": """
+def act_bytes(s, b, h, a, L):
+    return s * b * h * (34 + 5 * a * s / h)
+""",
+    },
+    "2.5": {
+        "rounded down": _changed(
+            _CARDS,
+            "-(-parameters * bytes_per_parameter // card_bytes)",
+            "parameters * bytes_per_parameter // card_bytes",
+        ),
+        "always one more": _changed(
+            _CARDS,
+            "-(-parameters * bytes_per_parameter // card_bytes)",
+            "parameters * bytes_per_parameter // card_bytes + 1",
+        ),
+        "every card is 80 GB": _changed(_CARDS, "// card_bytes", "// (80 * 10**9)"),
+        "GiB for GB": _changed(_CARDS, "// card_bytes", "// round(card_bytes * 1.073741824)"),
+        "a card and a half": _changed(
+            _CARDS,
+            "-(-parameters * bytes_per_parameter // card_bytes)",
+            "parameters * bytes_per_parameter / card_bytes",
+        ),
+        "seconds": _changed(_CARDS, " / 86_400", ""),
+        "one card does all": _changed(_CARDS, "(cards * flops_per_second)", "flops_per_second"),
+        "only the forward": _changed(_CARDS, "(8 if recompute else 6)", "2"),
+        "recomputation is free": _changed(_CARDS, "(8 if recompute else 6)", "6"),
+    },
+}

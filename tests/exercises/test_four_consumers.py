@@ -1,0 +1,264 @@
+"""Chapter 2's checks: solutions earn everything, an empty cell nothing, each planted mistake loses points."""
+
+from __future__ import annotations
+
+import json
+import random
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autograder.build import BEGIN, END, parse
+from memlab.exercises import collect, exercises, rate
+from memlab.exercises.four_consumers import (
+    EXERCISES,
+    IMPLEMENTATIONS,
+    STATES,
+    _build,
+    _case_2_3,
+    _dims_2_3,
+    _models_2_2,
+    adam_step_peak,
+    block_activation_bytes,
+    saved_by,
+    state_bytes,
+)
+from memlab.recipe import Recipe
+from tests.exercises.mutants_2 import MUTANTS
+
+CHAPTER = Path(__file__).parents[2] / "solutions" / "02_four_consumers.py"
+ANSWERS = {
+    "2.1": ("states",),
+    "2.2": ("measure_states", "step_peak"),
+    "2.3": ("saved_bytes",),
+    "2.4": ("act_bytes",),
+    "2.5": ("min_cards", "train_days"),
+}
+IDS = [exercise.id for exercise in EXERCISES]
+SEEDS = (0, 20_261_130)
+
+
+def answer(exercise: str, source: str) -> Any:
+    """What the student's check cell would pass on."""
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(source, "<student>", "exec"), names)
+    found = tuple(names[name] for name in ANSWERS[exercise])
+    return found[0] if len(found) == 1 else found
+
+
+def student_cells(solved: bool) -> dict[str, str]:
+    """The exercise cells of the chapter, with their solutions or as released."""
+    cells: dict[str, str] = {}
+    for cell in parse(CHAPTER):
+        if not cell.exercise:
+            continue
+        lines, inside = [], False
+        for line in cell.source.splitlines():
+            if BEGIN in line:
+                inside = True
+                if not solved:
+                    indent = line[: len(line) - len(line.lstrip())]
+                    lines.append(f'{indent}raise NotImplementedError("exercise {cell.exercise}")')
+            elif END in line:
+                inside = False
+            elif solved or not inside:
+                lines.append(line)
+        cells[cell.exercise] = cells.get(cell.exercise, "") + "\n".join(lines) + "\n"
+    return cells
+
+
+def points(exercise: str, source: str, seed: int = 0) -> tuple[float, tuple[str, ...]]:
+    found = exercises("2")[exercise]
+    evidence = collect(found, answer(exercise, source), seed)
+    assert json.loads(json.dumps(evidence)) == evidence, "evidence is plain data"
+    return rate(found, evidence)
+
+
+def test_the_points_are_those_of_the_course() -> None:
+    assert [exercise.points for exercise in EXERCISES] == [3, 4, 4, 2, 2]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_solutions_earn_all_points_in_any_order(seed: int) -> None:
+    cells = student_cells(solved=True)
+    order = list(IDS)
+    random.Random(seed).shuffle(order)
+    for exercise in order:
+        earned, messages = points(exercise, cells[exercise], seed)
+        assert (earned, messages) == (exercises("2")[exercise].points, ()), exercise
+
+
+@pytest.mark.parametrize("exercise", IDS)
+def test_the_student_version_earns_nothing(exercise: str) -> None:
+    earned, messages = points(exercise, student_cells(solved=False)[exercise])
+    assert earned == 0
+    assert "not written yet" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("exercise", "mistake"), [(exercise, mistake) for exercise in IDS for mistake in MUTANTS[exercise]]
+)
+def test_each_mistake_loses_points_and_is_told_what_to_do(exercise: str, mistake: str) -> None:
+    full = exercises("2")[exercise].points
+    for seed in SEEDS:
+        earned, messages = points(exercise, MUTANTS[exercise][mistake], seed)
+        assert 0 <= earned < full
+        assert messages and all(message for message in messages)
+
+
+def test_a_mistake_keeps_the_points_of_what_is_right() -> None:
+    assert points("2.1", MUTANTS["2.1"]["only one Adam moment"])[0] == 0.5  # SGD and momentum
+    assert points("2.2", MUTANTS["2.2"]["only the first function written"])[0] == 2.5
+    assert points("2.3", MUTANTS["2.3"]["the pack hook returns the tensor itself"])[0] == 3.5
+    assert points("2.4", MUTANTS["2.4"]["no scores"])[0] == 1
+    assert points("2.5", MUTANTS["2.5"]["seconds"])[0] == 1
+
+
+@pytest.mark.parametrize("exercise", IDS)
+def test_messages_name_what_is_missing(exercise: str) -> None:
+    expected = {
+        ("2.1", "only one Adam moment"): "which second tensor is missing",
+        ("2.1", "GB instead of bytes"): "right size in GB",
+        ("2.1", "no master copy"): "fp32 master copy",
+        ("2.2", "a shared storage counted for each view"): "count each storage once",
+        ("2.2", "a step needs no temporaries"): "which temporary",
+        ("2.3", "a shared storage counted twice"): "count its storage once",
+        ("2.3", "the pack hook returns the tensor itself"): "t.detach()",
+        ("2.4", "the article's formula: one 16-bit tensor per layer"): "a block keeps 34",
+        ("2.4", "scores without their dropout"): "(b, a, s, s)",
+        ("2.5", "rounded down"): "round up",
+        ("2.5", "only the forward"): "forward alone",
+    }
+    for (owner, mistake), text in expected.items():
+        if owner == exercise:
+            _, messages = points(exercise, MUTANTS[exercise][mistake])
+            assert any(text in message for message in messages), messages
+
+
+@pytest.mark.parametrize("exercise", IDS)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_garbage_earns_nothing_and_never_raises(exercise: str, seed: int) -> None:
+    found = exercises("2")[exercise]
+    for value in (None, -1, float("nan"), "text", [1, 2], {"parameters": True}, object()):
+        given: Any = lambda *_, value=value: value  # noqa: E731
+        evidence = collect(found, given if len(ANSWERS[exercise]) == 1 else (given, given), seed)
+        assert rate(found, evidence).points == 0
+    for evidence in ({}, {"seed": 0}, {"seed": 0, "answers": []}, {"seed": 0, "answers": [{}] * 32}):
+        assert rate(found, evidence).points == 0
+
+
+def test_an_answer_that_takes_all_memory_is_stopped_and_the_check_goes_on() -> None:
+    source = """
+def saved_bytes(module, *inputs):
+    return len([torch.ones(2**26) for _ in range(100)])
+"""
+    earned, messages = points("2.3", source)
+    assert earned == 0 and messages
+
+
+# -- what the checks hold to be right agrees with torch and with the library ---------------------------------
+
+
+class _Live(TorchDispatchMode):
+    """Peak of live bytes, told apart from memlab's own meter."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.drop, key, size)
+
+    def drop(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(item, torch.Tensor):
+                self.add(item)
+        return result
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("sizes", [[20_000] * 8, [5_000, 90_000, 20_000, 400]])
+def test_step_peak_is_what_torch_takes(implementation: str, sizes: list[int]) -> None:
+    parameters = [nn.Parameter(torch.ones(n)) for n in sizes]
+    options = {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}
+    optimizer = torch.optim.Adam(parameters, **options[implementation])
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    held = [t for p in parameters for t in (p, p.grad, *optimizer.state[p].values())]
+    with _Live(held) as live:
+        optimizer.step()
+    assert live.peak == pytest.approx(adam_step_peak(sizes, implementation, exact=True), rel=0.001)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_expected_states_are_those_of_live_optimizers(seed: int) -> None:
+    for group in _models_2_2(seed):
+        for case in group:
+            model, optimizer = _build(case)
+            tensors = {
+                "parameters": [*model.parameters(), *model.buffers()],
+                "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+                "optimizer_states": [t for state in optimizer.state.values() for t in state.values()],
+            }
+            for consumer in STATES:
+                storages = {
+                    t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors[consumer]
+                }
+                assert sum(storages.values()) == case.expected()[consumer], (case.label, consumer)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_expected_saved_bytes_are_those_that_the_profiler_of_autograd_sees(seed: int) -> None:
+    for name, dims in _dims_2_3(seed).items():
+        module, x = _case_2_3(name, *dims)
+        own = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
+        saved: dict[int, int] = {}
+
+        def pack(t: torch.Tensor, own: set[int] = own, saved: dict[int, int] = saved) -> torch.Tensor:
+            if t.untyped_storage().data_ptr() not in own:
+                saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            output = module(x)
+        assert sum(saved.values()) == saved_by(name, *dims), name
+        del output
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "bf16", "bf16-master"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw", "adamw-8bit"])
+def test_states_agree_with_the_recipe(precision: str, optimizer: str) -> None:
+    recipe = Recipe(precision=precision, optimizer=optimizer)
+    shape = (4096, 1024)
+    n = 4096 * 1024
+    states = sum(t.bytes for t in recipe.state_tensors(shape) if not t.name.endswith("scale"))
+    right = state_bytes(n, precision, optimizer)
+    assert right["optimizer_states"] == states
+    assert right["parameters"] == n * (4 if recipe.parameter_dtype == "fp32" else 2)
+    assert right["gradients"] == n * (4 if recipe.gradient_dtype == "fp32" else 2)
+
+
+def test_act_bytes_of_known_models() -> None:
+    bert_large = [block_activation_bytes(s, 32, 1024, 16, 24) for s in (128, 256, 512)]
+    assert [round(n / 1e9, 2) for n in bert_large] == [4.43, 10.87, 29.80]
+    assert round(block_activation_bytes(2048, 1, 12288, 96, 96) / 1e9) == 275  # GPT-3, one sequence
