@@ -15,7 +15,7 @@ Who owns a block is decided by what becomes of it, so it is known at the end and
 * optimizer_states: what stands in `optimizer.state`, and master weights that belong to an optimizer alone;
 * activations: what the forward leaves alive when the backward begins (saved tensors, logits, loss, the
   batch), and what recomputation leaves alive in the backward;
-* temporaries: all the rest.
+* temporaries: all the rest, among them the 16-bit copies that autocast makes of weights.
 
 What no dispatch mode can see is memory that a kernel takes and gives back inside one operator (library
 workspaces, layout copies). `profiled` reads the allocator's own log for that.
@@ -53,7 +53,7 @@ PARAMETERS, GRADIENTS, STATES, ACTIVATIONS, TEMPORARIES = range(len(CONSUMERS))
 #: The sequence number of the node that stores a gradient: it belongs to no operator of the forward.
 _ACCUMULATE = 2**64 - 1
 
-_NEW, _ALIAS, _DETACH, _RESIZING, _FRESH, _NOTHING = range(6)
+_NEW, _CAST, _ALIAS, _DETACH, _RESIZING, _FRESH, _NOTHING = range(7)
 _RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_", "inductor::resize_storage_bytes_"}
 #: How `torch.tensor` and `torch.from_numpy` hand over memory that no operator has made.
 _FRESHENS = {"aten::lift_fresh", "aten::lift"}
@@ -149,7 +149,7 @@ class Meter(TorchDispatchMode):
         self._node_modules: list[int] = []
         self._line_numbers: list[int] = []
         self._line_names: list[int] = []
-        self._foreign: set[str] = set()
+        self._weight_copies: set[int] = set()
         self._cuda: dict[str, Any] | None = None
 
     @classmethod
@@ -249,6 +249,11 @@ class Meter(TorchDispatchMode):
             # The engine hands a gradient to `.grad` by a detach under the node that accumulates.
             if task != -1 and (node := _node()) is not None and node._sequence_nr() == _ACCUMULATE:
                 self._see_gradient(node.variable, out)
+        elif kind == _CAST:
+            self._allocated(out, known[1])
+            source = self._alive.get(args[0].untyped_storage()._cdata)
+            if source is not None and self._owners[source.block] == PARAMETERS:
+                self._weight_copies.add(self._alive[out.untyped_storage()._cdata].block)
         elif kind == _FRESH:
             self._allocated(out, known[1])
         elif kind == _RESIZING:
@@ -272,6 +277,8 @@ class Meter(TorchDispatchMode):
             kind = _RESIZING
         elif schema.name == "aten::detach":
             kind = _DETACH
+        elif schema.name == "aten::_to_copy":
+            kind = _CAST
         elif not returned:
             kind = _NOTHING
         elif all(r.alias_info is not None for r in returned) or not _holds_tensors(returned):
@@ -439,11 +446,14 @@ class Meter(TorchDispatchMode):
 
     def _keep_activations(self) -> None:
         """What the forward, or the time before it, has left alive without another owner is an activation."""
-        owners, phases = self._owners, self._phases
         kept = {self._record.intern("forward"), self._record.intern(SETUP)}
         for alive in self._alive.values():
-            if owners[alive.block] == TEMPORARIES and phases[alive.block] in kept:
-                owners[alive.block] = ACTIVATIONS
+            if self._phases[alive.block] in kept:
+                self._keep(alive.block)
+
+    def _keep(self, block: int) -> None:
+        if self._owners[block] == TEMPORARIES and block not in self._weight_copies:
+            self._owners[block] = ACTIVATIONS
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if not self._stack:
@@ -471,8 +481,7 @@ class Meter(TorchDispatchMode):
             for alive in reversed(self._alive.values()):
                 if alive.block < self._recomputed_from:
                     break
-                if self._owners[alive.block] == TEMPORARIES:
-                    self._owners[alive.block] = ACTIVATIONS
+                self._keep(alive.block)
 
     def _now_in(self, index: int) -> None:
         self._module = index
@@ -666,8 +675,9 @@ class Meter(TorchDispatchMode):
             return self._trace
         device = self._device
         if device is None:
-            kinds = {d.type for d in self._devices}
-            device = next((k for k in sorted(kinds) if k not in ("cpu", "meta")), "cpu")
+            kinds = [d.type for d in self._devices]
+            device = next((k for k in kinds if k not in ("cpu", "meta")), None)
+            device = device or max(kinds, key=kinds.count, default="cpu")
         trace = self.trace_of(device)
         if self._state == "done":
             self._trace = trace

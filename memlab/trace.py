@@ -226,12 +226,14 @@ class Trace:
 
     def _summarise(self) -> _Summary:
         sizes, owner = self.sizes, self.consumers_of
-        live, highest, total, peak, peak_event = [0] * 5, [0] * 5, 0, 0, -1
-        at_peak = [0] * 5
+        live, highest, total = [0] * 5, [0] * 5, 0
+        # As much can be alive between steps as at the end of one: the step's own moment goes first.
+        peaks = {True: (0, -1, [0] * 5), False: (0, -1, [0] * 5)}
         phase_peaks: dict[str, int] = {}
         for start, stop, phase in self.spans():
             # What was alive when the phase began counts.
             top = max(phase_peaks.get(phase, 0), total)
+            peak = peaks[phase == SETUP][0]
             for position in range(start, stop):
                 event = self.events[position]
                 if event >= 0:
@@ -242,14 +244,17 @@ class Trace:
                         highest[who] = now
                     if total > top:
                         top = total
-                        if total > peak:
-                            peak, peak_event, at_peak = total, position, live.copy()
+                    if total > peak:
+                        peak = total
+                        peaks[phase == SETUP] = (total, position, live.copy())
                 else:
                     size, who = sizes[~event], owner[~event]
                     total -= size
                     live[who] -= size
             phase_peaks[phase] = top
-        return _Summary(peak, peak_event, at_peak, highest, phase_peaks, total)
+        outside, inside = peaks[True], peaks[False]
+        found = inside if inside[0] >= outside[0] and inside[1] >= 0 else outside
+        return _Summary(*found, highest, phase_peaks, total)
 
     @property
     def peak_bytes(self) -> int:
@@ -258,7 +263,7 @@ class Trace:
 
     @property
     def peak_event(self) -> int:
-        """Position of the event that first reaches the peak; -1 in an empty trace."""
+        """Position of the event that first reaches the peak, in a step if it can; -1 if there is none."""
         return self._summary.peak_event
 
     @property
@@ -402,8 +407,8 @@ class Trace:
         """The last training step, led by what was alive before it. The trace itself, if it has no steps."""
         starts = [position for position in self.steps if position < len(self.events)]
         # A boundary with no forward after it only closes the step before it: locals that die, a model let go.
-        worked = [a for a, _, phase in self.spans() if phase != SETUP]
-        while starts and not any(a >= starts[-1] for a in worked):
+        worked = [b for a, b, phase in self.spans() if phase != SETUP and b > a]
+        while starts and not any(b > starts[-1] for b in worked):
             starts.pop()
         return self.slice(starts[-1]) if starts else self
 

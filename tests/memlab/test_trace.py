@@ -148,6 +148,33 @@ def test_last_step_ignores_a_boundary_with_nothing_after_it() -> None:
     assert from_events([5, -5]).last_step().peak_bytes == 5  # no steps: the whole
 
 
+def test_an_optimizer_that_allocates_nothing_still_ends_its_step() -> None:
+    trace = Trace()
+    for _ in range(2):
+        trace.begin_step()
+        trace.mark("forward")
+        loss = trace.allocate(50, "activations")
+        trace.mark("backward")
+        trace.allocate(7, "gradients")
+        trace.mark("optimizer")
+        trace.mark("setup")
+    trace.begin_step()
+    trace.free(loss)
+    step = trace.last_step()
+    assert step.phase_peaks() == {"setup": 114, "forward": 107, "backward": 114, "optimizer": 114}
+    assert (step.peak_bytes, step.peak_phase) == (114, "backward")
+
+
+def test_a_tie_between_steps_and_within_goes_to_the_step() -> None:
+    trace = Trace()
+    grad = trace.allocate(9, "gradients")
+    trace.begin_step()
+    trace.free(grad)
+    trace.mark("forward")
+    trace.allocate(9, "activations")
+    assert (trace.peak_bytes, trace.peak_phase) == (9, "forward")
+
+
 def test_tables_name_who_holds_the_peak() -> None:
     trace = written_step()
     top = trace.by_operator()[0]
