@@ -55,10 +55,10 @@ from tqdm import tqdm
 import memlab
 from autograder import build, pages
 from autograder.course import KERNEL, Chapter, CourseError, write_atomically
-from memlab.units import format_bytes
+from memlab.chapter import HEADLINE_MIME, SIZES
+from memlab.units import format_bytes, unknown_name
 
 SCHEMA = 1
-HEADLINE_MIME = "application/vnd.memlab.headline+json"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Memory(threading.Thread):
     """The peak resident memory of a kernel, children included.
 
     The larger of two: the kernel's own high-water mark, as the system keeps it (VmHWM; exact), and the sum
-    over the kernel and its child processes, sampled every quarter of a second (shared pages count in each).
+    over the kernel and its child processes, sampled every quarter of a second. A page that several of them
+    share counts once (proportional set size; on systems without it, in each).
     """
 
     def __init__(self, pid: int) -> None:
@@ -122,21 +123,26 @@ class Memory(threading.Thread):
         """Take the peak to now into account; nothing once the kernel is gone."""
         with suppress(psutil.Error, OSError):
             kernel = psutil.Process(self.pid)
-            total = kernel.memory_info().rss
-            for child in kernel.children(recursive=True):
-                with suppress(psutil.Error):
-                    total += child.memory_info().rss
-            self.peak = max(self.peak, total, _high_water(self.pid))
+            self.peak = max(self.peak, _kib(f"/proc/{self.pid}/status", "VmHWM") or kernel.memory_info().rss)
+            if children := kernel.children(recursive=True):
+                self.peak = max(self.peak, sum(_resident(p) for p in (kernel, *children)))
 
     def stop(self) -> None:
         """No more samples."""
         self._stopped.set()
 
 
-def _high_water(pid: int) -> int:
+def _resident(process: psutil.Process) -> int:
+    with suppress(psutil.Error):
+        return _kib(f"/proc/{process.pid}/smaps_rollup", "Pss") or int(process.memory_info().rss)
+    return 0
+
+
+def _kib(path: str, name: str) -> int:
+    """Bytes in the line `name: N kB` of a file of /proc; 0 where there is none."""
     with suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return 0
 
@@ -344,11 +350,17 @@ def run(wanted: Sequence[Chapter], out: Path, options: Options) -> list[Result]:
     """Run these chapters, `options.jobs` at a time, into `out`; results in the order of the chapters.
 
     Raises CourseError before anything is run for a source with faults, a notebook that can't be read or a
-    folder that can't be written; KeyboardInterrupt after an interrupt, with finished chapters written.
+    folder that can't be written; UnknownNameError for a size that isn't one; KeyboardInterrupt after an
+    interrupt, with finished chapters written.
     """
+    if options.size is not None and options.size not in SIZES:
+        raise unknown_name("size", options.size, SIZES)
     out = out.resolve()
     _must_be_writable(out)
-    notebooks = {chapter: _notebook(chapter, options.student) for chapter in wanted}
+    if options.student:
+        notebooks = {chapter: _student_notebook(chapter.notebook) for chapter in wanted}
+    else:
+        notebooks = {built.chapter: built.source for built in build.build_all(wanted)}
     library = _library_hash()
     keys = {chapter: run_key(build.to_text(nb), options, library) for chapter, nb in notebooks.items()}
     old = _read_results(out, options.student)
@@ -423,11 +435,8 @@ def _must_be_writable(out: Path) -> None:
         raise CourseError(f"can't write into {out}: {error.strerror or error}") from None
 
 
-def _notebook(chapter: Chapter, student: bool) -> Any:
-    """The source notebook as built now, or the student's as committed."""
-    if not student:
-        return build.build(chapter).source
-    path = chapter.notebook
+def _student_notebook(path: Path) -> Any:
+    """The file that students get, as it is."""
     try:
         notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)  # type: ignore[no-untyped-call]
         nbformat.validate(notebook)
@@ -542,7 +551,7 @@ class _Progress:
         self.bars: dict[str, Any] = {}
         if sys.stderr.isatty():
             width = max((len(name) for name, _ in chapters), default=0)
-            layout = "{desc} {bar:20} {n_fmt:>3}/{total_fmt} cells {elapsed} {postfix}"
+            layout = "{desc} {bar:20} {n_fmt:>3}/{total_fmt} cells {elapsed}{postfix}"
             for position, (name, cells) in enumerate(chapters):
                 self.bars[name] = tqdm(
                     total=cells,
