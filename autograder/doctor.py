@@ -1,10 +1,10 @@
 """Puts a submitted notebook back into a form that can be graded, without touching the student's answers.
 
 The release decides what is graded: its order, its checks, its prose and nbgrader's metadata are restored. A
-cell of the submission is recognised by its id, then by nbgrader's grade id, then by the comment `# exercise
-2.1` or the call `memlab.check("2.1"` in it. Code that the student wrote or changed is kept: in an exercise
-cell, in a plain cell, in a cell that the student added. Every repair is one line; what can't be repaired
-raises `Unreadable`.
+cell of the submission is recognised by its id, by nbgrader's grade id, by the comment `# exercise 2.1` or the
+call `memlab.check("2.1"`, by the functions that the exercise asks for, or by unchanged text. Code that the
+student wrote or changed is kept: in an exercise cell, in a plain cell, in a cell that the student added. Every
+repair is one line; what can't be repaired raises `Unreadable`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import nbformat
 
 _EXERCISE_COMMENT = re.compile(r"^\s*#\s*exercise\s+(\d+\.\d+)\b", re.MULTILINE | re.IGNORECASE)
+_DEFINES = re.compile(r"^(?:def|class)\s+(\w+)", re.MULTILINE)
 _CHECK_CALL = re.compile(r"""\bcheck\(\s*["'](\d+\.\d+)["']""")
 
 
@@ -107,23 +108,34 @@ def _keys(release: Any) -> dict[tuple[str, str], int]:
     keys: dict[tuple[str, str], int] = {}
     for index, cell in enumerate(release.cells):
         keys["id", cell.id] = index
+        keys.setdefault(("text", cell.source.strip()), index)
         number = cell.metadata.get("memlab", {}).get("exercise")
         if number and cell.cell_type == "code":
-            keys.setdefault(("check" if cell.metadata.nbgrader.grade else "exercise", number), index)
+            if cell.metadata.nbgrader.grade:
+                keys["check", number] = index
+            else:
+                keys.setdefault(("exercise", number), index)
+                for name in _DEFINES.findall(cell.source):
+                    keys.setdefault(("defines", name), index)
     return keys
 
 
 def _recognise(cell: Any, keys: dict[tuple[str, str], int]) -> int | None:
+    """The index of the cell of the release that this one is, or None."""
+    source = _source(cell)
     metadata = cell.get("metadata")
     nbgrader = metadata.get("nbgrader") if isinstance(metadata, dict) else None
-    grade_id = nbgrader.get("grade_id") if isinstance(nbgrader, dict) else None
-    for name in (cell.get("id"), grade_id):
-        if isinstance(name, str) and ("id", name) in keys:
-            return keys["id", name]
-    for kind, pattern in (("check", _CHECK_CALL), ("exercise", _EXERCISE_COMMENT)):
-        found = pattern.search(_source(cell))
-        if found and (kind, found.group(1)) in keys:
-            return keys[kind, found.group(1)]
+    tries: list[tuple[str, Any]] = [
+        ("id", cell.get("id")),
+        ("id", nbgrader.get("grade_id") if isinstance(nbgrader, dict) else None),
+        *(("check", number) for number in _CHECK_CALL.findall(source)[:1]),
+        *(("exercise", number) for number in _EXERCISE_COMMENT.findall(source)[:1]),
+        *(("defines", name) for name in _DEFINES.findall(source)),
+        ("text", source.strip()),
+    ]
+    for kind, name in tries:
+        if isinstance(name, str) and (kind, name) in keys:
+            return keys[kind, name]
     return None
 
 

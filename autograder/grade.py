@@ -95,6 +95,7 @@ def grade_folder(
     A submission that was graded before, and hasn't changed since, is taken from its record. Raises
     CourseError where nothing can be graded at all (no such folder, nowhere to write).
     """
+    out = out.resolve()  # nbgrader's database URL needs it
     students, ignored = submissions.collect(folder, [c.name for c in chapters])
     built = build.build_all(chapters)
     _make_folders(out)
