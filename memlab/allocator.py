@@ -51,6 +51,7 @@ _ASCENDING_UP_TO = {"split": 20 * MIB, "pools": 2 * MIB, "descending": 0, "ascen
 
 _SHIFT = 48  # a free block's key is size << 48 | address: ordered by size, then by address
 _MIDDLE = 1 << 46  # ascending addresses start here, descending ones end here
+_EXABYTE = 1 << 60  # PyTorch refuses such a request out of hand
 
 _ALLOCATED, _FREE, _UNMAPPED, _GONE = range(4)
 
@@ -285,7 +286,7 @@ class OutOfMemory(RuntimeError):
         return max(self.capacity - self.process - sum(self.others.values()), 0)
 
     def __str__(self) -> str:
-        if self.requested >= 1 << 60:
+        if self.requested >= _EXABYTE:
             return "CUDA out of memory. Tried to allocate more than 1EB memory."
         others = "".join(
             f"Process {pid} has {format_size(n)} memory in use. " for pid, n in self.others.items()
@@ -406,8 +407,8 @@ class Allocator:
     the CUDA context take of it, `others` what other processes hold (id -> bytes). `order` is one of `ORDERS`.
     `allocated`, `requested` and `reserved` are the bytes now, with `peak_` since the last `reset_peaks()`:
     they are what `torch.cuda.memory_allocated`, `memory_stats()['requested_bytes.all.current']` and
-    `memory_reserved` return. Addresses are never used twice: where the driver reuses a freed range isn't
-    known.
+    `memory_reserved` return. A segment's addresses aren't used again after its release: where the driver
+    reuses a freed range isn't known.
     """
 
     def __init__(
@@ -446,6 +447,7 @@ class Allocator:
         self._plain_fit = not (self._expandable or self._collects or config.max_split_size_mb)
         self._small, self._large = _Pool(True, config), _Pool(False, config)
         self._heads: dict[int, Block] = {}  # the first block of each segment; it stays first for life
+        self._spare: dict[int, list[int]] = {}  # addresses of expandable segments given back, by size
         self._top = self._bottom = _MIDDLE
 
     # -- what a program does
@@ -638,10 +640,10 @@ class Allocator:
         if self._collects:
             self._collect()
         segment = self.config.segment_size(need)
-        block = self._new(pool, need, segment)
-        if block is None and self._release_oversize(pool, need):
+        block = self._new(pool, need, segment) if size < _EXABYTE else None
+        if block is None and size < _EXABYTE and self._release_oversize(pool, need):
             block = self._new(pool, need, segment)
-        if block is None:
+        if block is None and size < _EXABYTE:
             self.empty_cache()
             self.retries += 1
             block = self._new(pool, need, segment)
@@ -669,11 +671,15 @@ class Allocator:
 
     def _place(self, size: int) -> int:
         """The address of a new segment, by the order chosen."""
-        if size <= _ASCENDING_UP_TO[self.order]:
+        up = size <= _ASCENDING_UP_TO[self.order]
+        address = self._top if up else self._bottom - size
+        if address < 0 or address + size > 2 * _MIDDLE:
+            raise RuntimeError("the replay has used up 64 TiB of addresses: segments are released too often")
+        if up:
             self._top += size
-            return self._top - size
-        self._bottom -= size
-        return self._bottom
+        else:
+            self._bottom -= size
+        return address
 
     def _reserve(self, size: int, action: str, address: int) -> None:
         """Counts `size` bytes got from the driver (negative: given back)."""
@@ -715,7 +721,8 @@ class Allocator:
         pages = -(-(self.capacity + self.capacity // 8) // pool.page) if self.capacity is not None else 0
         size = max(pages, 1) * pool.page if self.capacity is not None else TIB // pool.page * pool.page
         size = max(size, -(-need // pool.page) * pool.page)
-        segment = _Expandable(self._place(size), size, pool.page)
+        spare = self._spare.get(size)
+        segment = _Expandable(spare.pop(0) if spare else self._place(size), size, pool.page)
         block = Block(segment.base, size, _UNMAPPED, pool, segment)
         self._heads[block.address] = block
         pool.unmapped.append(block)
@@ -778,6 +785,7 @@ class Allocator:
         if block.prev is None and block.next is None:
             pool.unmapped.remove(block)
             del self._heads[block.address]
+            insort(self._spare.setdefault(segment.size, []), segment.base)
 
     # -- giving back to the driver
 

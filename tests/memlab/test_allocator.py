@@ -254,8 +254,20 @@ def test_sizes_as_pytorch_prints_them() -> None:
 
 
 def test_an_absurd_request() -> None:
+    allocator = Allocator()
+    allocator.free(allocator.malloc(mib(30)))
     with pytest.raises(OutOfMemory, match="more than 1EB"):
-        Allocator(capacity=GIB).malloc(1 << 61)
+        allocator.malloc(1 << 61)
+    assert allocator.reserved == mib(30) and allocator.retries == 0  # refused before the cache is touched
+
+
+def test_the_cache_can_be_emptied_any_number_of_times() -> None:
+    for config in (EXPANDABLE, AllocatorConfig()):
+        allocator = Allocator(config)
+        for _ in range(200):
+            allocator.free(allocator.malloc(mib(30)))
+            allocator.empty_cache()
+        assert allocator.reserved == 0
 
 
 def test_a_replay_stops_at_the_allocation_that_fails() -> None:
@@ -395,6 +407,7 @@ class Naive:
         self.calls = {True: 0, False: 0}
         self.up = self.down = 1 << 46
         self.reserved = self.retries = 0
+        self.spare: dict[int, list[int]] = {}
         self.split = config.max_split_size_mb * MIB if config.max_split_size_mb else None
         fraction = config.per_process_memory_fraction
         self.allowed = int(capacity * fraction) if capacity is not None and fraction < 1 else None
@@ -495,7 +508,8 @@ class Naive:
         else:
             pages = -(-(self.capacity * 9 // 8) // page) if self.capacity is not None else (1 << 40) // page
             size = max(pages, 1, -(-need // page)) * page
-            start = self.place(size)
+            spare = self.spare.get(size)
+            start = spare.pop(spare.index(min(spare))) if spare else self.place(size)
             segment = [Piece(start, size, "hole")]
             self.pools[small].append(segment)
         while True:
@@ -555,6 +569,7 @@ class Naive:
             self.merge(segment, self.calls[small])
             if given_back and [p.kind for p in segment] == ["hole"]:
                 self.pools[small].remove(segment)
+                self.spare.setdefault(segment[0].size, []).append(base)
 
     def drop(self, small: bool, segment: list[Piece]) -> None:
         self.reserved -= sum(p.size for p in segment)
