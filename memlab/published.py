@@ -6,6 +6,7 @@ Both files keep their own note on where they come from (`about` and `note`). Sta
 from __future__ import annotations
 
 import json
+import textwrap
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -70,3 +71,18 @@ def t4_runs() -> list[dict[str, Any]]:
             }
         )
     return runs
+
+
+def verdicts(*names: str, width: int = 100) -> str:
+    """Rows of the source article as text: what it says, the verdict, and what holds instead.
+
+    Raises UnknownNameError for a row that isn't there.
+    """
+    lines = []
+    for name in names:
+        row = claim(name)
+        lines += textwrap.wrap(f"{name}  the article: {row['claim']}", width, subsequent_indent=" " * 7)
+        text = f"{row['verdict']}: {row['right_statement']}"
+        indent = " " * 7
+        lines += [*textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent), ""]
+    return "\n".join(lines).rstrip()
