@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from memlab.footprint import Footprint
+    from memlab.report import Comparison
     from memlab.trace import Trace
 
 #: One colour per consumer: the hues of Okabe and Ito (2008, jfly.uni-koeln.de/color), the lightness of four
@@ -215,13 +216,14 @@ def consumers(
     return figure
 
 
-def comparison(columns: Mapping[str, Mapping[str, int]], title: str | None = None) -> Figure:
+def comparison(compared: Comparison | Mapping[str, Mapping[str, int]], title: str | None = None) -> Figure:
     """Formula, trace and measurement side by side, a group of bars per consumer and one for the peak.
 
-    `columns` maps a column's name ('formula', 'trace', 'measured') to its bytes per consumer and 'peak'; what
-    a column lacks isn't drawn. Columns are told apart by the fill: outline, light, full. Raises ValueError
-    for no column, more than three, or a row that is neither a consumer nor 'peak'.
+    `compared` is what `memlab.compare` returns, or a mapping of a column's name to its bytes per consumer and
+    'peak'; what a column lacks isn't drawn. Columns are told apart by the fill: outline, light, full. Raises
+    ValueError for no column, more than three, or a row that is neither a consumer nor 'peak'.
     """
+    columns = compared if isinstance(compared, Mapping) else compared.columns()
     if not 0 < len(columns) <= len(_FILLS):
         raise ValueError(f"comparison() draws one to {len(_FILLS)} columns, not {len(columns)}")
     groups = (*units.CONSUMERS, "peak")
@@ -251,7 +253,7 @@ def comparison(columns: Mapping[str, Mapping[str, int]], title: str | None = Non
         ax.set_ylim(len(groups) - 0.45, -0.55)
         ax.set_xlim(0, extent / scale * 1.22 or 1)
         heading = title or _comparison_finding(columns)
-        _finish(ax, heading, f"live tensors ({unit})", None)
+        _finish(ax, heading, f"most live bytes in the step, row by row ({unit})", None)
         ax.grid(axis="x")
         handles = [
             Patch(facecolor=_fill(_TOTAL, fill), edgecolor=_TOTAL, label=column)

@@ -15,12 +15,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memlab import hardware, models, plots, recipe, units
-
-if TYPE_CHECKING:
-    from memlab.footprint import Footprint
+from memlab import footprint, hardware, models, plots, recipe, units
 
 Choices = Mapping[str, Any]
 
@@ -277,9 +274,7 @@ def four_consumers(model: str = "gpt2", gpu: str = "T4") -> Explorer:
     return Explorer(show, controls, start)
 
 
-def _footprint(choices: Choices) -> Footprint:
-    from memlab.footprint import footprint
-
+def _footprint(choices: Choices) -> footprint.Footprint:
     name, implementation = choices["optimizer"]
     steps = recipe.Recipe(
         precision=choices["precision"],
@@ -290,7 +285,7 @@ def _footprint(choices: Choices) -> Footprint:
         checkpointing=choices["checkpointing"],
         attention=choices["attention"],
     )
-    return footprint(choices["model"], steps, choices["gpu"])
+    return footprint.footprint(choices["model"], steps, choices["gpu"])
 
 
 def _consumers_view(now: Choices, before: Choices | None, controls: Sequence[Control]) -> View:

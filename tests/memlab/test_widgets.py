@@ -1,0 +1,165 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from memlab import hardware, units, widgets
+from memlab.footprint import footprint
+from memlab.recipe import Recipe
+
+EXPLORERS = {
+    "memory_levels": lambda: widgets.memory_levels(),
+    "four_consumers": lambda: widgets.four_consumers(),
+}
+
+
+@pytest.fixture(params=list(EXPLORERS))
+def explorer(request):
+    return EXPLORERS[request.param]()
+
+
+def test_the_twin_is_a_table_and_a_figure(explorer):
+    twin = explorer.twin
+    assert twin.figure.memlab_alt and twin.figure._suptitle.get_text()
+    html = twin.html()
+    assert html.count("<tr>") == len(twin.rows) + 1 and "role='status'" in html
+    assert str(explorer).startswith(twin.finding)
+    assert all(len(row) == len(twin.header) for row in twin.rows)
+
+
+def test_every_control_has_a_label_and_its_start_among_the_options(explorer):
+    assert {c.key for c in explorer.controls} == set(explorer.start)
+    for control in explorer.controls:
+        assert control.label
+        assert explorer.start[control.key] in [value for _, value in control.options]
+
+
+def test_controls_answer(explorer):
+    box = explorer.live()
+    controls, answer = box.children
+    assert all(dropdown.description for dropdown in controls.children)
+    for dropdown in controls.children:
+        before = answer.value
+        values = [value for _, value in dropdown.options] if dropdown.options else []
+        dropdown.value = next(v for v in values if v != dropdown.value)
+        assert answer.value != before
+    assert "<img" in answer.value and "alt='" in answer.value
+
+
+def levels(**changed):
+    start = widgets.memory_levels().start
+    return widgets._levels_view({**start, **changed}, start if changed else None)
+
+
+def test_memory_levels_are_bytes_over_bandwidth():
+    view = levels()
+    times = {row[0]: row[2] for row in view.rows}
+    assert times["PCIe4"] == "2.54 s" and times["HBM2e of A100-80GB"] == "39.2 ms"
+    assert view.finding.startswith("80.00 GB take 2.54 s by PCIe4")
+    rates = [float(row[1].removesuffix(" GB/s").replace(",", "")) for row in view.rows]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_memory_levels_says_what_a_change_did():
+    view = levels(size="1 GB")
+    assert view.note.startswith("80 GB → 1 GB: 2.54 s → 31.7 ms.")
+    assert "NVLink3" not in {
+        row[0] for row in levels(gpu="T4").rows
+    }  # a T4 reaches its peers through the host
+    assert levels(path=widgets._OWN).finding.endswith("in the HBM2e of A100-80GB")
+
+
+def test_memory_levels_takes_any_size_and_path():
+    explorer = widgets.memory_levels("rtx 4090", size="13 GiB", path="pcie3")
+    assert explorer.start == {"gpu": "RTX-4090", "size": "13 GiB", "path": "PCIe3"}
+    assert "13.96 GB take 886 ms by PCIe3" in explorer.twin.finding
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"gpu": "A100"}, "ambiguous"),
+        ({"size": "many"}, "as a size"),
+        ({"size": "0 GB"}, "at least 1 byte"),
+        ({"path": "USB"}, "unknown link"),
+    ],
+)
+def test_memory_levels_refuses(given, says):
+    with pytest.raises(ValueError, match=says):
+        widgets.memory_levels(**given)
+
+
+def consumers(**changed):
+    explorer = widgets.four_consumers("gpt2", "T4")
+    return explorer.show({**explorer.start, **changed}, explorer.start)
+
+
+def test_four_consumers_starts_in_what_the_card_can_do():
+    assert widgets.four_consumers("gpt2", "T4").start["precision"] == "amp-fp16"
+    assert widgets.four_consumers("gpt2", "L4").start["precision"] == "amp-bf16"
+
+
+def test_four_consumers_agrees_with_the_footprint():
+    expected = footprint("gpt2", Recipe(precision="fp32", micro_batch=1), "T4")
+    view = consumers(precision="fp32")
+    now = {row[0]: row[2] for row in view.rows}
+    assert now["all"] == units.format_bytes(expected.peak_bytes)
+    assert now["parameters"] == units.format_bytes(expected.consumers_at_peak()["parameters"])
+    assert view.note.startswith("Precision amp-fp16 → fp32: ")
+
+
+def test_four_consumers_says_what_does_not_fit():
+    capacity = hardware.gpu("T4").memory_bytes
+    view = consumers(micro_batch=128)
+    assert f"too much on {hardware.gpu('T4').name}" in view.finding
+    assert units.format_bytes(capacity) in view.figure.memlab_alt and "Micro-batch 1 → 128: +" in view.note
+    assert "free on T4" in consumers(micro_batch=2).finding
+
+
+def test_a_combination_that_cannot_work_is_said_and_left_behind():
+    explorer = widgets.four_consumers("gpt2", "T4")
+    controls, answer = explorer.live().children
+    by_label = {dropdown.description: dropdown for dropdown in controls.children}
+    by_label["Attention"].value = "flash"
+    assert "compute capability" in answer.value and "<img" not in answer.value
+    by_label["Attention"].value = "sdpa"
+    by_label["Micro-batch"].value = 4
+    assert "Micro-batch 1 → 4" in answer.value and "<img" in answer.value
+
+
+def test_four_consumers_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="did you mean"):
+        widgets.four_consumers("gpt3-175", "T4")
+    with pytest.raises(ValueError, match="unknown GPU"):
+        widgets.four_consumers("gpt2", "T5000")
+
+
+SHOW = """
+import json, os, types
+from IPython.testing.globalipapp import start_ipython
+shell = start_ipython()
+if {kernel}:
+    shell.kernel = types.SimpleNamespace()
+from IPython.utils.capture import capture_output
+from memlab import widgets
+widgets.Explorer.live = lambda self: types.SimpleNamespace(_repr_mimebundle_=lambda **kw: {{"live": 1}})
+with capture_output() as got:
+    shell.run_cell("from memlab import widgets; widgets.memory_levels()")
+print(json.dumps([sorted(o.data) for o in got.outputs]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "grading", "live"), [(True, "0", True), (True, "1", False), (False, "0", False)]
+)
+def test_the_twin_always_shows_and_the_controls_where_someone_can_move_them(
+    kernel, grading, live, monkeypatch
+):
+    monkeypatch.setenv("MEMLAB_GRADING", grading)
+    script = SHOW.format(kernel=kernel)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout.splitlines()[-1])
+    assert shown[:2] == [["text/html", "text/plain"], ["image/png", "text/plain"]]
+    assert (len(shown) == 3) == live
