@@ -13,9 +13,9 @@ Who owns a block is decided by what becomes of it, so it is known at the end and
 * parameters: parameters and buffers of modules, leaves that gradients are accumulated into;
 * gradients: what is stored in `.grad`;
 * optimizer_states: what stands in `optimizer.state`, and master weights that belong to an optimizer alone;
-* activations: what the forward leaves alive when the backward begins (saved tensors, logits, loss, the
-  batch), and what recomputation leaves alive in the backward;
-* temporaries: all the rest, among them the 16-bit copies that autocast makes of weights.
+* activations: what the forward leaves alive when the backward begins (saved tensors, autocast's
+  saved copies of weights, logits, loss, the batch), and what recomputation leaves alive in the backward;
+* temporaries: all the rest.
 
 What no dispatch mode can see is memory that a kernel takes and gives back inside one operator (library
 workspaces, layout copies). `profiled` reads the allocator's own log for that.
@@ -53,7 +53,7 @@ PARAMETERS, GRADIENTS, STATES, ACTIVATIONS, TEMPORARIES = range(len(CONSUMERS))
 #: The sequence number of the node that stores a gradient: it belongs to no operator of the forward.
 _ACCUMULATE = 2**64 - 1
 
-_NEW, _CAST, _ALIAS, _DETACH, _RESIZING, _FRESH, _NOTHING = range(7)
+_NEW, _ALIAS, _DETACH, _RESIZING, _FRESH, _NOTHING = range(6)
 _RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_", "inductor::resize_storage_bytes_"}
 #: How `torch.tensor` and `torch.from_numpy` hand over memory that no operator has made.
 _FRESHENS = {"aten::lift_fresh", "aten::lift"}
@@ -149,7 +149,6 @@ class Meter(TorchDispatchMode):
         self._node_modules: list[int] = []
         self._line_numbers: list[int] = []
         self._line_names: list[int] = []
-        self._weight_copies: set[int] = set()
         self._cuda: dict[str, Any] | None = None
 
     @classmethod
@@ -249,11 +248,6 @@ class Meter(TorchDispatchMode):
             # The engine hands a gradient to `.grad` by a detach under the node that accumulates.
             if task != -1 and (node := _node()) is not None and node._sequence_nr() == _ACCUMULATE:
                 self._see_gradient(node.variable, out)
-        elif kind == _CAST:
-            self._allocated(out, known[1])
-            source = self._alive.get(args[0].untyped_storage()._cdata)
-            if source is not None and self._owners[source.block] == PARAMETERS:
-                self._weight_copies.add(self._alive[out.untyped_storage()._cdata].block)
         elif kind == _FRESH:
             self._allocated(out, known[1])
         elif kind == _RESIZING:
@@ -277,8 +271,6 @@ class Meter(TorchDispatchMode):
             kind = _RESIZING
         elif schema.name == "aten::detach":
             kind = _DETACH
-        elif schema.name == "aten::_to_copy":
-            kind = _CAST
         elif not returned:
             kind = _NOTHING
         elif all(r.alias_info is not None for r in returned) or not _holds_tensors(returned):
@@ -452,7 +444,7 @@ class Meter(TorchDispatchMode):
                 self._keep(alive.block)
 
     def _keep(self, block: int) -> None:
-        if self._owners[block] == TEMPORARIES and block not in self._weight_copies:
+        if self._owners[block] == TEMPORARIES:
             self._owners[block] = ACTIVATIONS
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -842,7 +834,8 @@ def profiled(step: Callable[[], Any]) -> AllocatorLog:
 
     This is an independent witness: it also sees the scratch that kernels take inside one operator. Frees of
     blocks made before `step` aren't logged, so nothing old may be freed inside it: drop gradients before
-    (`zero_grad(set_to_none=True)`). The log is a private interface of torch (tested with 2.11 to 2.13).
+    (`zero_grad(set_to_none=True)`). Other threads aren't in it. The log is a private interface of torch
+    (as in 2.13).
     """
     from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile
