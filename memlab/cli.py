@@ -2,7 +2,8 @@
 
 Each command imports what it needs when it runs: `memlab footprint` answers without torch. Every field of
 `Recipe` is a flag of the commands that train; `--recipe FILE.toml` gives several at once, and flags win over
-the file. What goes wrong is one line on stderr with exit code 2; Ctrl-C ends quietly with 130.
+the file. What goes wrong is one line on stderr with exit code 2, or 1 where a traced step runs out of memory;
+Ctrl-C ends quietly with 130.
 """
 
 from __future__ import annotations
@@ -110,9 +111,13 @@ def _print_json(data: object) -> None:
     print(json.dumps(data, indent=2))
 
 
-def _resolve(
-    name: str, recipe: Recipe, card: GPU | None = None
-) -> tuple[TransformerConfig | ConvConfig, Recipe]:
+def _card(name: str | None) -> GPU | None:
+    from memlab.hardware import gpu as find_card
+
+    return find_card(name) if name is not None else None
+
+
+def _resolve(name: str, recipe: Recipe, card: GPU | None) -> tuple[TransformerConfig | ConvConfig, Recipe]:
     """The model called `name` and the recipe made whole for it: mistakes come out before torch is loaded."""
     from memlab.models import model as find_model
 
@@ -120,7 +125,7 @@ def _resolve(
     return config, recipe.resolve(config, card)
 
 
-def _print_notes(recipe: Recipe, config: TransformerConfig | ConvConfig, card: GPU | None = None) -> None:
+def _print_notes(recipe: Recipe, config: TransformerConfig | ConvConfig, card: GPU | None) -> None:
     for note in recipe.notes(config, card):
         print(f"note: {note}")
 
@@ -134,9 +139,7 @@ def footprint(model: Model, recipe: Recipe, gpu: Card = None, as_json: AsJson = 
 
     memlab footprint llama2-7b --checkpointing full --gpu A100-80GB
     """
-    from memlab.hardware import gpu as find_card
-
-    card = find_card(gpu) if gpu is not None else None
+    card = _card(gpu)
     config, recipe = _resolve(model, recipe, card)
     from memlab.footprint import footprint as compute
 
@@ -153,6 +156,7 @@ def footprint(model: Model, recipe: Recipe, gpu: Card = None, as_json: AsJson = 
 def trace(
     model: Model,
     recipe: Recipe,
+    gpu: Card = None,
     out: Annotated[
         Path | None,
         typer.Option(help="write the trace to this file (.json.gz)", metavar="FILE", show_default=False),
@@ -165,10 +169,13 @@ def trace(
 
     memlab trace gpt2 --micro-batch 4 --sequence 512 --precision fp32
     """
-    config, recipe = _resolve(model, recipe)
+    card = _card(gpu)
+    config, recipe = _resolve(model, recipe, card)
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: there is no such folder to write to")
     from memlab.report import trace_step
 
-    result = trace_step(config, recipe)
+    result = trace_step(config, recipe, gpu=card)
     if out is not None:
         result.save(out)
     if as_json:
@@ -176,27 +183,34 @@ def trace(
     else:
         _print(f"{config.name}: {recipe.describe()}\n")
         _print(result)
-        _print_notes(recipe, config)
+        _print_notes(recipe, config, card)
 
 
 @app.command()
 @_with_recipe
-def compare(model: Model, recipe: Recipe, as_json: AsJson = False) -> None:
+def compare(
+    model: Model,
+    recipe: Recipe,
+    gpu: Card = None,
+    measure: Annotated[bool, typer.Option(help="also run the step here, if it fits")] = True,
+    as_json: AsJson = False,
+) -> None:
     """Show formula, trace and measurement side by side.
 
     Example:
 
     memlab compare gpt2 --micro-batch 4 --sequence 512 --precision fp32
     """
-    config, recipe = _resolve(model, recipe)
+    card = _card(gpu)
+    config, recipe = _resolve(model, recipe, card)
     from memlab.report import compare as put_side_by_side
 
-    result = put_side_by_side(config, recipe)
+    result = put_side_by_side(config, recipe, gpu=card, measure=measure)
     if as_json:
         _print_json(result.to_dict())
     else:
         _print(result)
-        _print_notes(recipe, config)
+        _print_notes(recipe, config, card)
 
 
 @app.command()
@@ -320,7 +334,7 @@ def _root(
 
 
 def main() -> None:
-    """The console script. Exit codes: 0, 2 for what the user can mend, 130 for Ctrl-C."""
+    """The console script. Exit codes: 0, 1 out of memory, 2 for what the user can mend, 130 Ctrl-C."""
     try:
         code = app(prog_name="memlab", standalone_mode=False)
         sys.stdout.flush()
@@ -329,11 +343,14 @@ def main() -> None:
     except BrokenPipeError:  # `memlab models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        sys.exit(_fail(f"{error.filename}: {error.strerror}" if error.filename else str(error)))
+    except ValueError as error:
         sys.exit(_fail(str(error)))
     except Exception as error:
-        # Errors of the command line itself; typer may bring its own click, so they are known by what they can
-        # do.
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, known by name: torch may not be loaded
+            sys.exit(_fail(str(error), code=1))
+        # Errors of the command line itself; typer may bring its own click, so they are known by what they do.
         message = getattr(error, "format_message", None)
         if message is None:
             raise
@@ -341,9 +358,9 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = 2) -> int:
     print("memlab: " + " ".join(message.split()), file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

@@ -122,6 +122,44 @@ def test_what_is_worth_saying_is_printed(run):
     assert "note: sequence 8192 is beyond" in run("footprint", "llama2-7b", "--sequence", 8192)[1]
 
 
+# -- trace and compare ------------------------------------------------------------------------------------
+
+SMALL = ("lenet5", "--micro-batch", 4, "--precision", "fp32")
+
+
+def test_trace_prints_the_recipe_and_saves(run, tmp_path):
+    from memlab.trace import Trace
+
+    file = tmp_path / "lenet.json.gz"
+    code, out, err = run("trace", *SMALL, "--out", file)
+    assert (code, err) == (0, "")
+    assert out.startswith("lenet5: fp32, AdamW foreach, micro-batch 4, image 32x32")
+    assert Trace.load(file).peak_bytes > 3 * 4 * 61_706
+
+
+def test_a_step_that_is_too_large_for_the_card_is_the_answer_and_exit_code_1(run):
+    code, out, err = run("trace", "gpt2", "--micro-batch", 64, "--gpu", "t4", "--precision", "amp-fp16")
+    assert (code, out) == (1, "")
+    assert err.startswith("memlab: CUDA out of memory") and err.count("\n") == 1
+
+
+def test_what_a_trace_cannot_run_is_refused(run, tmp_path):
+    code, _, err = run("trace", "gpt2", "--world-size", 4, "--zero-stage", 3)
+    assert code == 2 and err.count("\n") == 1
+    code, _, err = run("trace", *SMALL, "--out", tmp_path / "none" / "t.json.gz")
+    assert code == 2 and "no such folder" in err and err.count("\n") == 1
+
+
+def test_compare(run):
+    code, out, err = run("compare", *SMALL)
+    assert (code, err) == (0, "")
+    assert "fp32" in out and "measured" in out
+    data = json.loads(run("compare", *SMALL, "--json", "--no-measure")[1])
+    exact = {row["name"]: row for row in data["rows"]}["parameters"]
+    assert exact["formula_bytes"] == exact["trace_bytes"] == 4 * 61_706
+    assert exact["measured_bytes"] is None
+
+
 # -- lists ------------------------------------------------------------------------------------------------
 
 
