@@ -1,7 +1,7 @@
 """A trace as one HTML file that opens offline: timeline by consumer, segments, what is alive at any moment.
 
 The file holds everything: no network, no other file, no server. The data are little-endian arrays, compressed
-with zlib and written in base64, about 10 bytes an event; the browser unpacks them (Chrome 80, Firefox 113,
+with zlib and written in base64, 5 to 10 bytes an event; the browser unpacks them (Chrome 80, Firefox 113,
 Safari 16.4 or newer). Colours are those of `memlab.plots`.
 """
 
