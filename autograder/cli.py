@@ -101,7 +101,10 @@ def run(
 
 @app.command(epilog="Example: autograder grade submissions --out graded --chapter 02_four_consumers")
 def grade(
-    submissions: Annotated[Path, typer.Argument(help="A folder with one folder or zip for each student.")],
+    submissions: Annotated[
+        Path,
+        typer.Argument(metavar="SUBMISSIONS_DIR", help="A folder with one folder or zip for each student."),
+    ],
     out: Annotated[Path, typer.Option(help="Folder of grades.csv, totals.csv, feedback and the gradebook.")],
     chapter: Annotated[
         list[str] | None, typer.Option(help="Grade this chapter; may be given again. All when left out.")
