@@ -66,7 +66,7 @@ except torch.OutOfMemoryError as error:
 
 # %% [markdown] id="picture"
 # It doesn't, and the message names an operator that you didn't write: the backward of the loss wanted room for one more tensor
-# of the size of the logits, 8 x 1024 tokens x 50,257 words x 4 bytes. What would the step have taken? Without a limit the same trace runs to its end, and each allocation
+# of the size of the logits, 8 x 1024 tokens x a vocabulary of 50,257 x 4 bytes. What would the step have taken? Without a limit the same trace runs to its end, and each allocation
 # and each free is on record, with the consumer that it belongs to.
 
 # %% id="picture-run"
@@ -139,7 +139,7 @@ print(f"a model of 6.2 B: {format_gb(16 * small)} to train, {format_gb(2 * small
 
 # %% [markdown] id="gpt3-read"
 # "A large model needs many cards" is true of *full training with Adam*. The same 6.2 B model answers questions on a
-# laptop card, and adapters change the bill as well: QLoRA (Dettmers et al., 2023, arXiv:2305.14314) reports a 65 B model
+# single 16 GB card, and adapters change the bill as well: QLoRA (Dettmers et al., 2023, arXiv:2305.14314) reports a 65 B model
 # fine-tuned on one card of 48 GB. Always ask: which consumers are there at all?
 #
 # It won't get easier by waiting. Between 2018 and 2022 the largest models grew about 410-fold every two years, the
@@ -189,10 +189,15 @@ for name, dtype, autocast in (
 # (its block-wise scales, 1.6% more, are left out here). Offloading moves the optimizer states, master copy
 # included, to host memory: not a byte of them stays on the card.
 
-# %% id="recipes-check" tags=["hide-input"]
-assert (torch.tensor(1.0, dtype=torch.bfloat16) + 0.001).item() == 1.0
-scales = 4 / 256  # one fp32 scale per block of 256 moments, of one byte each
-assert round(100 * scales, 1) == 1.6
+# %% id="recipes-check"
+layer = nn.Linear(512, 512)
+with memlab.Meter(layer) as meter, torch.autocast("cpu", dtype=torch.bfloat16):
+    layer(torch.randn(8, 512))
+copies = sum(block.bytes for block in meter.trace.blocks() if block.shape == (512, 512) and block.dtype == "bfloat16")
+print(f"autocast's copy of the weight: {copies / layer.weight.numel():g} B per parameter, while the forward runs")
+
+print(f"1 + 0.001 in bf16: {(torch.tensor(1.0, dtype=torch.bfloat16) + 0.001).item()}")
+print(f"an 8-bit moment and its share of a block's scale: 1 + 4/256 = {1 + 4 / 256:.3f} B")
 
 # %% [markdown] id="ex-2-1-text"
 # **Exercise 2.1** (3 points). Write that table as a function. Bytes are whole numbers.
@@ -205,7 +210,7 @@ def states(parameters, precision, optimizer, offload=False):
     optimizer: "sgd" (no momentum), "momentum", "adamw" or "adamw-8bit"
     offload: the optimizer states, the master copy among them, are in host memory
     """
-    # exercise 2.1: how many bytes does each of the three keep?
+    # exercise 2.1: set `weight`, `gradient` and `kept` (by the optimizer), in bytes per parameter
     ### BEGIN SOLUTION
     weight = 4 if precision in ("fp32", "amp-bf16") else 2
     gradient = weight
@@ -448,7 +453,7 @@ for name, module in operators.items():
     known = {x.data_ptr(): "its input", y.data_ptr(): "its output"}
     known |= {p.data_ptr(): "(a parameter)" for p in module.parameters()}
     labels = [known.get(t.data_ptr(), f"{tuple(t.shape)} {str(t.dtype)[6:]}") for t in kept]
-    units = sum(t.nbytes for t, label in zip(kept, labels) if label != "(a parameter)") / x.nbytes
+    units = sum(t.nbytes for t, label in zip(kept, labels, strict=True) if label != "(a parameter)") / x.nbytes
     print(f"{name:22}{units:>9.3f}   {', '.join(labels) or 'nothing'}")
 
 # %% [markdown] id="saved-read"
@@ -627,7 +632,8 @@ def saved_by_attention(attend, s):
 s = lab.pick(smallest=512, normal=4096)
 eager, _ = saved_by_attention(lambda q, k, v: torch.softmax(q @ k.mT / 8, dim=-1) @ v, s)
 fused, _ = saved_by_attention(F.scaled_dot_product_attention, s)
-print(f"\none head, {s} tokens: eager keeps {format_bytes(eager)}, scaled_dot_product_attention {format_bytes(fused)}")
+print(f"\none head of 64, {s} tokens, fp32: eager keeps {format_bytes(eager)}, ", end="")
+print(f"scaled_dot_product_attention {format_bytes(fused)} (in both: its output, {format_bytes(4 * 64 * s)})")
 
 # %% [markdown] id="levers-read"
 # Deep and narrow keeps twice as much as shallow and wide, at the same number of parameters. And the scores needn't be
@@ -673,7 +679,7 @@ print(comparison)
 # gap has a name, or it is printed as a gap.
 #
 # The list of consumers is also not complete. Beside the tensors there are the allocator's cache and its fragmentation, the
-# libraries' workspaces, communication buffers when several cards work together, and the CUDA context: 0.5 to 2 GB before the
+# libraries' workspaces, communication buffers when several cards work together, and the CUDA context, between 0.1 and 2 GB before the
 # first tensor. `nvidia-smi` shows the sum of all that. Chapter 1 takes it apart.
 
 # %% [markdown] id="published-text"
@@ -735,18 +741,17 @@ else:
 # do (chapter 4). With plain data parallelism every card holds all of it, and no number of cards is enough.
 #
 # The second is a matter of time. Forward takes 2 floating-point operations per parameter and token (a multiplication and an
-# addition), backward twice that, recomputed activations one more forward: 8 in all. A card that can do 312 TFLOP/s
-# sustains about 140 in such a run (Narayanan et al., 2021, arXiv:2104.04473).
+# addition), backward twice that, recomputed activations one more forward: 8 in all. An A100 sustains about 140 TFLOP/s
+# in such a run (Narayanan et al., 2021, arXiv:2104.04473).
 
 # %% id="cards-run"
 states_gpt3 = 16 * gpt3
 print(f"cards that hold the states: {math.ceil(states_gpt3 / card)} by the name, ", end="")
 print(f"{math.ceil(states_gpt3 / a100.memory_bytes)} by the bytes that CUDA reports")
+print(f"140 TFLOP/s are {140e12 / a100.flops['bf16']:.0%} of what an {a100.name} can do at best")
 operations = 8 * gpt3 * 300 * 10**9  # 300 billion tokens
-rows = []
 for count in (35, 128, 512, 1024, 4096):
     seconds = operations / (count * 140e12)
-    rows.append((f"{count} cards", seconds))
     print(f"{count:>5} cards: {seconds / 86_400:8.1f} days = {seconds / 86_400 / 365.25:5.2f} years")
 
 # %% [markdown] id="cards-read"
@@ -800,9 +805,9 @@ widgets.four_consumers(model="gpt2", gpu="T4")
 # each of the two changes did to the four consumers, why the step still fails, and what you would change instead. Give a number
 # for each.
 #
-# *Rubric.* 1 point: autocast and checkpointing act on activations; the states stay at 16 B per parameter, with the
-# number. 1 point: the peak is a maximum over phases and here it is the optimizer step, 20 B per parameter with foreach, with the
-# number. 1 point: a change that lowers *that* phase enough to fit, with its number.
+# *Rubric.* 1 point: which of the four consumers each of the two changes touched and which it didn't, in bytes per parameter.
+# 1 point: the phase that sets the peak, and what is alive in it, as a number of GB. 1 point: a change that brings that phase
+# below the card's capacity, and the number of GB at which it arrives.
 
 # %% [markdown] id="written-2-6" manual="2.6" points=3
 # Both changes act on activations only: autocast makes them 16-bit, checkpointing recomputes them. Weights, gradients and
@@ -810,7 +815,7 @@ widgets.four_consumers(model="gpt2", gpu="T4")
 # activations were small from the start. The peak of a step is the maximum over its phases: in `optimizer.step()` the
 # activations are gone, but the foreach implementation holds one more copy of the parameters, 20 B per parameter or 26.0 GB,
 # more than the card has. So I'd first pass `fused=True`: no temporaries, a peak of 20.8 GB in that phase,
-# which leaves about 3 GB for the rest. If that is too tight, 8-bit AdamW keeps 4 + 4 + 2 = 10 B per parameter,
+# and the card has 24. If that is too tight, 8-bit AdamW keeps 4 + 4 + 2 = 10 B per parameter,
 # 13 GB, and updates one tensor at a time; offloading the states leaves 8 B, 10.4 GB.
 
 # %% [markdown] id="wall"

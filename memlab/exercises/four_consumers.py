@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number
 from memlab.exercises.limits import in_child
-from memlab.units import GB, GIB, format_bytes
+from memlab.units import GB, GIB, KB, KIB, MB, MIB, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -34,14 +34,18 @@ def _value(entry: Any) -> Any:
     return entry.get("value") if isinstance(entry, dict) else None
 
 
-def _error(entry: Any) -> str | None:
-    return entry.get("error") if isinstance(entry, dict) else "no answer"
+def _error(function: str, entry: Any) -> str | None:
+    """What went wrong in one call, in the same words for each input, or None."""
+    error = entry.get("error") if isinstance(entry, dict) else "no answer"
+    if error is None or error == "not written yet":
+        return error and f"{function}: {error}"
+    return f"{function} stopped with {error}"
 
 
 def _unit_slip(value: Any, expected: float) -> str | None:
-    """'GB' or 'GiB' when `value` is `expected` in that unit."""
-    for name, size in (("GB", GB), ("GiB", GIB), ("MB", 10**6), ("MiB", 2**20)):
-        if expected and is_number(value) and value and close(value * size, expected, 0.01):
+    """'GB', 'MiB', … when `value` is `expected` in that unit."""
+    for name, size in (("GB", GB), ("GiB", GIB), ("MB", MB), ("MiB", MIB), ("KB", KB), ("KiB", KIB)):
+        if expected and is_number(value) and close(value * size, expected, 0.01):
             return name
     return None
 
@@ -62,7 +66,7 @@ def _wrong_count(what: str, value: Any, expected: int, hint: str) -> str:
 
 def _kind(value: Any) -> str:
     if isinstance(value, dict) and set(value) == {"type"}:
-        return f"a {value['type']}"
+        return f"an object of type {value['type']}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -81,6 +85,11 @@ def _award(tally: Tally, points: float, wrong: str | None) -> bool:
 
 def _first(messages: Iterable[str | None]) -> str | None:
     return next((message for message in messages if message), None)
+
+
+def _score(tally: Tally) -> Score:
+    """The points, and each message once: an error is the same on every input."""
+    return Score(tally.points, tuple(dict.fromkeys(tally.messages)))
 
 
 def _two(answer: Any, exercise: str, first: str, second: str) -> tuple[Any, Any]:
@@ -140,15 +149,15 @@ def _score_2_1(evidence: Evidence) -> Score:
             m for recipe, m in zip(recipes, wrong, strict=True) if m and _group_2_1(*recipe[1:]) == group
         )
         _award(tally, 0.5, next(found, None))
-    return tally.score()
+    return _score(tally)
 
 
 def _wrong_2_1(recipe: tuple[int, str, str, bool], entry: Any) -> str | None:
     """The first thing wrong with the answer for one recipe, or None."""
     parameters, precision, optimizer, offload = recipe
     name = f"{precision}, {optimizer}" + (", offload=True" if offload else "")
-    if error := _error(entry):
-        return f"{name}: your function stopped with {error}"
+    if error := _error("states", entry):
+        return error
     value = _value(entry)
     if type(value) is not dict or set(value) != set(STATES):
         return f"{name}: return a dict with the keys {', '.join(STATES)} (values in bytes)"
@@ -355,13 +364,13 @@ def _score_2_2(evidence: Evidence) -> Score:
     for implementation in IMPLEMENTATIONS:
         answers = [(sizes, next(peaks)) for sizes in _sizes_2_2(evidence["seed"])]
         wrong = _first(_wrong_peak(sizes, implementation, entry) for sizes, entry in answers)
-        _award(tally, 0.5, wrong and f"step_peak, {implementation}: {wrong}")
-    return Score(tally.points, tuple(dict.fromkeys(tally.messages)))
+        _award(tally, 0.5, wrong)
+    return _score(tally)
 
 
 def _wrong_2_2(case: _Model, entry: Any) -> str | None:
-    if error := _error(entry):
-        return f"measure_states: {error}" if error == "not written yet" else f"{case.label}: {error}"
+    if error := _error("measure_states", entry):
+        return error
     value = _value(entry)
     if type(value) is not dict or set(value) != set(STATES):
         return f"measure_states: return a dict with the keys {', '.join(STATES)} (values in bytes)"
@@ -391,15 +400,16 @@ def _hint_2_2(case: _Model, consumer: str) -> str:
 
 
 def _wrong_peak(sizes: Sequence[int], implementation: str, entry: Any) -> str | None:
-    if error := _error(entry):
+    if error := _error("step_peak", entry):
         return error
+    name = f"step_peak, {implementation}"
     value, expected = _value(entry), adam_step_peak(sizes, implementation)
     if close(value, expected, 0.01) or close(value, adam_step_peak(sizes, implementation, exact=True), 0.01):
         return None
     if not is_number(value):
-        return f"return a number of bytes, you returned {_kind(value)}"
+        return f"{name}: return a number of bytes, you returned {_kind(value)}"
     if unit := _unit_slip(value, expected):
-        return f"that is the right size in {unit}; return bytes"
+        return f"{name}: that is the right size in {unit}; return bytes"
     states = 16 * sum(sizes)
     hint = {
         "foreach": "foreach works on all tensors at once: which temporary has the size of all parameters?",
@@ -409,7 +419,7 @@ def _wrong_peak(sizes: Sequence[int], implementation: str, entry: Any) -> str | 
     }[implementation]
     if value < states * 0.99:
         hint = "weights, gradients and both moments are all alive while step() runs"
-    return f"you said {format_bytes(round(value))}, it peaks at {format_bytes(expected)}: {hint}"
+    return f"{name}: you said {format_bytes(round(value))}, it peaks at {format_bytes(expected)}: {hint}"
 
 
 # -- 2.3 saved_bytes ---------------------------------------------------------------------------------------
@@ -420,7 +430,7 @@ _GROUPS_2_3: tuple[tuple[tuple[str, ...], str], ...] = (
         ("linear", "frozen linear"),
         "a Linear saves its input, for the weight's gradient; its weight is a parameter and isn't counted",
     ),
-    (("relu", "softmax", "tanh"), "these save their output: the hook sees it, count it"),
+    (("relu", "softmax", "tanh"), "these save their output and nothing else"),
     (("add and scale",), "adding and scaling need no tensor in backward: nothing is saved"),
     (("layer norm", "batch norm"), "the input, and two statistics per row (or channel); buffers don't count"),
     (("relu between", "in-place relu between"), "two operators save one tensor: count its storage once"),
@@ -556,12 +566,12 @@ def _score_2_3(evidence: Evidence) -> Score:
             "after your function returned, tanh's output was still alive: return t.detach() from the pack "
             "hook (an output that keeps itself is never freed), and keep byte counts, not tensors",
         )
-    return tally.score()
+    return _score(tally)
 
 
 def _wrong_2_3(name: str, dims: tuple[int, int, int], entry: Any, hint: str) -> str | None:
-    if error := _error(entry):
-        return f"{name}: your function stopped with {error}"
+    if error := _error("saved_bytes", entry):
+        return error
     value, expected = _value(entry), saved_by(name, *dims)
     if type(value) is int and value == expected:
         return None
@@ -604,11 +614,11 @@ def _score_2_4(evidence: Evidence) -> Score:
     linear: list[str] = []
     square: list[str] = []
     for (s, b, h, a, layers), entries in zip(_shapes_2_4(evidence["seed"]), evidence["answers"], strict=True):
-        error = next((text for entry in entries if (text := _error(entry))), None)
+        error = next((text for entry in entries if (text := _error("act_bytes", entry))), None)
         values = [_value(entry) for entry in entries]
         if error or not all(is_number(v) for v in values):
-            reason = error or f"it returned {_kind(next(v for v in values if not is_number(v)))}"
-            return Score(0, (f"act_bytes({s}, {b}, {h}, {a}, {layers}): {reason}; return a number of bytes",))
+            kind = _kind(next((v for v in values if not is_number(v)), None))
+            return Score(0, (error or f"act_bytes returned {kind}; return a number of bytes",))
         right = [block_activation_bytes(f * s, b, h, a, layers) for f in (1, 2, 4)]
         if unit := _unit_slip(values[0], right[0]):
             return Score(0, (f"that is the right size in {unit}; return bytes",))
@@ -630,7 +640,7 @@ def _score_2_4(evidence: Evidence) -> Score:
             )
     _award(tally, 1, _first(linear))
     _award(tally, 1, _first(square))
-    return tally.score()
+    return _score(tally)
 
 
 # -- 2.5 min_cards, train_days -----------------------------------------------------------------------------
@@ -676,16 +686,16 @@ def _score_2_5(evidence: Evidence) -> Score:
         _wrong_cards(case, entry)
         for case, entry in zip(_cards_2_5(evidence["seed"]), evidence["cards"], strict=True)
     ]
-    _award(tally, 1, (found := _first(wrong)) and f"min_cards: {found}")
+    _award(tally, 1, _first(wrong))
     runs = list(zip(_runs_2_5(evidence["seed"]), evidence["days"], strict=True))
     for recompute in (True, False):
         found = _first(_wrong_days(case, entry) for case, entry in runs if case[4] is recompute)
-        _award(tally, 0.5, found and f"train_days: {found}")
-    return tally.score()
+        _award(tally, 0.5, found)
+    return _score(tally)
 
 
 def _wrong_cards(case: tuple[int, int, int], entry: Any) -> str | None:
-    if error := _error(entry):
+    if error := _error("min_cards", entry):
         return error
     value = _value(entry)
     parameters, size, card = case
@@ -693,15 +703,17 @@ def _wrong_cards(case: tuple[int, int, int], entry: Any) -> str | None:
     if type(value) is int and value == expected:
         return None
     if type(value) is not int:
-        return f"cards are whole: return an int, you returned {_kind(value)}"
+        return f"min_cards: cards are whole: return an int, you returned {_kind(value)}"
     if parameters * size % card == 0:
-        return f"{parameters * size:,} B fill {expected} cards of {card:,} B exactly, you said {value}"
+        filled = f"{parameters * size:,} B fill {expected} cards of {card:,} B exactly"
+        return f"min_cards: {filled}, you said {value}"
     hint = "round up: a part of a card is a card" if value == expected - 1 else "states / card, rounded up"
-    return f"{parameters:,} x {size} B on cards of {card:,} B: you said {value}, it takes {expected}: {hint}"
+    asked = f"{parameters:,} x {size} B on cards of {card:,} B"
+    return f"min_cards: {asked}: you said {value}, it takes {expected}: {hint}"
 
 
 def _wrong_days(case: tuple[int, int, int, float, bool], entry: Any) -> str | None:
-    if error := _error(entry):
+    if error := _error("train_days", entry):
         return error
     value = _value(entry)
     parameters, tokens, cards, flops, recompute = case
@@ -709,8 +721,8 @@ def _wrong_days(case: tuple[int, int, int, float, bool], entry: Any) -> str | No
     if close(value, expected):
         return None
     if not is_number(value):
-        return f"return a number of days, you returned {_kind(value)}"
-    name = f"recompute={recompute}"
+        return f"train_days: return a number of days, you returned {_kind(value)}"
+    name = f"train_days, recompute={recompute}"
     for factor, hint in (
         (86_400, "those are seconds: a day has 86,400"),
         (24, "those are hours"),
