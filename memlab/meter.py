@@ -30,6 +30,7 @@ import weakref
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, ClassVar, NamedTuple
@@ -137,7 +138,12 @@ class Meter(TorchDispatchMode):
         self._worked = False  # has anything but setup happened since the step began
         self._thread = 0
 
-        self._kinds: dict[Any, tuple[int, int]] = {}  # operator -> (kind, interned name)
+        self._kinds: dict[
+            Any, tuple[int, int, Callable[..., Any]]
+        ] = {}  # -> kind, interned name, what to call
+        self._rules: dict[
+            str, Callable[..., Any]
+        ] = {}  # operator's name -> what stands for it (fake tensors)
         self._dtype_index: dict[torch.dtype, int] = {}
         self._user_code: dict[CodeType, bool] = {}
         self._module_index: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -229,7 +235,7 @@ class Meter(TorchDispatchMode):
 
         if self.budget is not None and kind == _NEW:
             self._refuse(func, args, kwargs or {})
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = known[2](*args, **kwargs) if kwargs else known[2](*args)
 
         if kind == _ALIAS:
             return out
@@ -259,10 +265,10 @@ class Meter(TorchDispatchMode):
                     self._resized(storage, known[1], tensor.shape, tensor.dtype)
         return out
 
-    def _classify(self, func: Any) -> tuple[int, int]:
+    def _classify(self, func: Any) -> tuple[int, int, Callable[..., Any]]:
         schema = getattr(func, "_schema", None)
         if schema is None:  # a higher-order operator
-            known = self._kinds[func] = (_NEW, self._record.intern(str(func)))
+            known = self._kinds[func] = (_NEW, self._record.intern(str(func)), func)
             return known
         returned = schema.returns
         if schema.name in _FRESHENS:
@@ -277,7 +283,10 @@ class Meter(TorchDispatchMode):
             kind = _ALIAS
         else:
             kind = _NEW
-        known = self._kinds[func] = (kind, self._record.intern(str(func._overloadpacket)))
+        name = str(func._overloadpacket)
+        rule = self._rules.get(name)
+        call = func if rule is None else partial(rule, func)
+        known = self._kinds[func] = (kind, self._record.intern(name), call)
         return known
 
     def _allocated(self, tensor: Tensor, operator: int) -> None:

@@ -54,8 +54,9 @@ class VirtualGPU:
         self.gpu = hardware.gpu(gpu) if isinstance(gpu, str) else gpu
         if limit is None and self.gpu is not None:
             limit = self.gpu.memory_bytes
-        self._mode = FakeTensorMode()
+        self._mode = _Mode()
         self._meter = _CardMeter(budget=limit, lines=lines, device="cpu")
+        self._meter._rules |= CPU_RULES
         self._stack = ExitStack()
 
     def __enter__(self) -> VirtualGPU:
@@ -89,6 +90,28 @@ class VirtualGPU:
             if note not in trace.caveats:
                 trace.caveats.append(note)
         return trace
+
+
+def _batch_norm(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Statistics of a 16-bit batch are fp32 where weight or running mean are; the shape rule says 16-bit.
+
+    Source: ATen/native/Normalization.cpp (is_mixed_type), checked against a real step.
+    """
+    out, *statistics = func(x, *args, **kwargs)
+    if any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args):
+        statistics = [s.float() for s in statistics]
+    return (out, *statistics)
+
+
+#: Where PyTorch's shape rule for the CPU differs from what the kernel allocates: operator -> correction.
+CPU_RULES = {"aten.native_batch_norm": _batch_norm}
+
+
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A deep copy of a fake model (nn.TransformerEncoder makes them) stays in the same mode."""
+
+    def __deepcopy__(self, memo: object) -> _Mode:
+        return self
 
 
 class _CardMeter(Meter):  # type: ignore[no-untyped-call]
