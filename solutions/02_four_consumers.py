@@ -75,8 +75,8 @@ plots.timeline(step, budget=t4.memory_bytes)
 
 # %% [markdown] id="picture-read"
 # This is the picture to keep in mind for the rest of the course. Time runs to the right, in allocations rather than
-# seconds. Dark blue and green never leave: parameters and optimizer states. First `zero_grad` lets go of the last step's
-# gradients. The forward piles up activations, twelve blocks like twelve stairs. The backward takes them down again
+# seconds. Dark blue and green never leave: parameters and optimizer states. In the set-up `zero_grad` lets go of the last
+# step's gradients. The forward piles up activations, twelve blocks like twelve stairs. The backward takes them down again
 # and puts gradients in their place. The optimizer step comes last; what is left of the activations then are the logits,
 # because a variable of the training loop still names them.
 #
@@ -337,8 +337,8 @@ assert [round(b, 1) for b in step_peaks.values()] == [20, 17.5, 16]
 # *Foreach* does each operation on all tensors at once, because few large kernels are faster than many small ones:
 # $\sqrt{v}$ exists for **all** parameters. *Fused* does the whole update in one kernel, in place.
 #
-# On CUDA, foreach is what you get when you don't ask. Its documentation says so: it "uses about sizeof(params) more peak
-# memory". So training with Adam takes 20 bytes per parameter at that moment, and if the batch is small, that is
+# On CUDA, foreach is what you get when you don't ask. The documentation of `torch.optim.AdamW` says it: "uses ~ sizeof(params)
+# more peak memory than the for-loop version". So training with Adam takes 20 bytes per parameter at that moment, and if the batch is small, that is
 # the peak of the whole step.
 
 # %% id="phases-run"
@@ -587,7 +587,7 @@ print(f"{'':68}{sum(t.bytes for t in kept) / element:>12.3f}")
 #
 # $$\text{bytes per block} = s\,b\,h \left(34 + \frac{5\,a\,s}{h}\right)$$
 #
-# That is formula 1 of Korthikanti et al. (2022, arXiv:2205.05198). What the table shows beyond it, a hundredth of a
+# That is the formula of Korthikanti et al. (2022, arXiv:2205.05198, section 4). What the table shows beyond it, a hundredth of a
 # byte, are the statistics of the norms.
 
 # %% id="block-check" claims="C0-05 C2-07"
