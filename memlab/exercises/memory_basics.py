@@ -31,6 +31,10 @@ def _value(case: Evidence) -> Any:
     return case.get("value")
 
 
+def _shown(value: Any) -> str:
+    return f"{value:,.4g}" if is_number(value) else repr(value)[:80]
+
+
 def _stopped(cases: Sequence[Evidence]) -> str:
     """What the first failing call said, for a message; '' when none failed."""
     return next((f"; it stopped with {case['error']}" for case in cases if "error" in case), "")
@@ -170,7 +174,7 @@ def _links_score(evidence: Evidence) -> Score:
     elif close(_value(bad), expected * GB / GIB, 0.001):
         hint += "; a link's GB is 10^9 bytes"
     elif "error" not in bad:
-        hint += f", not {_value(bad)!r}"
+        hint += f", not {_shown(_value(bad))}"
     tally.award(0.5, plain_right, hint + _stopped(plain))
     tally.award(
         0.5,
@@ -206,6 +210,8 @@ def _links_score(evidence: Evidence) -> Score:
             if joins
             else f": that joins {' and '.join(chosen['connects'])}"
         )
+    else:
+        text += f", not {_shown(_value(first))}: return the link's name, for either order of the ends"
     x86_ok = all(found(c) for c in joined if any(row["name"] == "HBM2e" for row in c["links"]))
     tally.award(0.5, x86_ok, text)
     tally.award(0.5, False, "path: all three machines, both orders of the ends" if not x86_ok else text)
@@ -296,6 +302,7 @@ def _copy_score(evidence: Evidence) -> Score:
     if not all(isinstance(_value(run), dict) and _value(run) for run in runs):
         return Score(0, ("copy_bandwidth returns a dict: {bytes: GB/s} for the sizes that count",))
     traffic = best = enough = True
+    unit_hint = ""
     for run in runs:
         spent = dict(run["spent"])
         for name, rate in _value(run).items():
@@ -307,9 +314,16 @@ def _copy_score(evidence: Evidence) -> Score:
                 )
             ways = (min(durations), statistics.mean(durations), statistics.median(durations), durations[0],
                     durations[-1], statistics.mean(durations[1:] or durations), sum(durations))  # fmt: skip
-            traffic &= any(close(rate, 2 * unit / t, 1e-6) for t in ways)
+            moved = [k * unit / t for t in ways for k in (1, 2)]
+            traffic &= any(close(rate, value, 1e-6) for value in moved[1::2])
+            for scale, word in ((GIB / GB, "GiB per second"), (1 / GB, "bytes per second")):
+                if is_number(rate) and any(close(rate * scale, value, 1e-6) for value in moved):
+                    unit_hint = f"that is in {word}: return GB per second, GB = 10^9 bytes"
             best &= any(close(rate, k * unit / min(durations), 1e-6) for k in (1, 2))
             enough &= len(durations) >= 3
+    if not traffic and not best:
+        hint = unit_hint or "time copy(nbytes) by the clock() that you are given, and by nothing else"
+        return Score(0, (f"copy_bandwidth: {hint}",))
     expected = [{n for n in run["sizes"] if n >= 4 * run["cache"]} for run in runs]
     kept = [{int(n) for n in _value(run)} for run in runs]
     tally.award(
@@ -320,13 +334,11 @@ def _copy_score(evidence: Evidence) -> Score:
     tally.award(
         0.4,
         best and enough,
-        "time each size at least 3 times and keep the shortest: the first touches new pages"
-        if not enough or traffic
-        else "the time of one copy is the shortest of its repetitions",
+        "time each size at least 3 times and keep the shortest: the first touches new pages",
     )
     tally.award(
         0.2,
-        kept == expected and (traffic or best),
+        kept == expected,
         "sizes: leave out what isn't at least 4 times the cache: such a copy measures the cache",
     )
     return tally.score()
@@ -367,9 +379,7 @@ def _flight_score(evidence: Evidence) -> Score:
     if wrong:
         rate, cycles, ghz = wrong[0]["args"]
         expected, got = _flight(rate, cycles, ghz), _value(wrong[0])
-        text = f"bytes_in_flight({rate}, {cycles}, {ghz}) isn't {format_bytes(round(expected))}" + _stopped(
-            wrong
-        )
+        text = f"bytes_in_flight({rate}, {cycles}, {ghz}) isn't {expected:,.0f} B" + _stopped(wrong)
         if close(got, rate * cycles * ghz):
             text = "bytes_in_flight: cycles x GHz is no time; a cycle lasts 1 / GHz nanoseconds"
         elif is_number(got) and got and math.isclose(abs(math.log10(expected / got)) % 3, 0, abs_tol=0.01):
@@ -378,26 +388,26 @@ def _flight_score(evidence: Evidence) -> Score:
             text += f" but you return {got:,.4g}: bandwidth x latency"
     tally.award(1, not wrong, text)
 
-    def exact(case: Evidence) -> bool:
-        *flow, sms, load = case["args"]
-        return type(_value(case)) is int and _value(case) == math.ceil(_flight(*flow) / (sms * load))
-
-    def rounded(case: Evidence) -> bool:
-        *flow, sms, load = case["args"]
-        return is_number(_value(case)) and abs(_value(case) - _flight(*flow) / (sms * load)) <= 1
+    def expected_threads(position: int) -> list[float]:
+        """From the right bytes, and from the student's own: one mistake costs its points once."""
+        *flow, sms, load = threads[position]["args"]
+        own = _value(evidence["bytes"][position])
+        flows = [_flight(*flow), own] if is_number(own) and own > 0 else [_flight(*flow)]
+        return [flow / (sms * load) for flow in flows]
 
     threads = evidence["threads"]
-    tally.award(
+    answers = [(_value(case), expected_threads(k)) for k, case in enumerate(threads)]
+    rounded = all(is_number(n) and any(abs(n - m) <= 1 for m in wanted) for n, wanted in answers)
+    exact = all(type(n) is int and n in map(math.ceil, wanted) for n, wanted in answers)
+    near = tally.award(
         0.5,
-        all(map(rounded, threads)),
+        rounded,
         "threads_per_sm: divide the bytes in flight among the SMs, then by what one thread has on the way"
         + _stopped(threads),
     )
-    tally.award(
-        0.5,
-        all(map(exact, threads)),
-        "threads_per_sm: return an int, rounded up: half a thread loads nothing",
-    )
+    if near:
+        exactly = "threads_per_sm: return an int, rounded up: half a thread loads nothing"
+        tally.award(0.5, exact, exactly)
     return tally.score()
 
 
@@ -571,7 +581,9 @@ def _meter_evidence(answer: Any, seed: int) -> Evidence:
             gc.unfreeze()
 
     evidence = in_child(work, seconds=60, memory=2 * GIB)
-    if "fork" in str(evidence):  # autograd won't run in a child of a process whose autograd used a GPU
+    if "fork-based multiprocessing" in str(
+        evidence
+    ):  # autograd won't run in a child of a process whose autograd used a GPU
         return work()
     return evidence
 
@@ -605,6 +617,9 @@ _METER_HINTS = {
 
 
 def _meter_score(evidence: Evidence) -> Score:
+    errors = {evidence[name].get("error") for name, _, _ in _SCRIPTS}
+    if len(errors) == 1 and None not in errors:
+        return Score(0, (f"your meter stopped with {errors.pop()}",))
     tally = Tally()
     for name, _, points in _SCRIPTS:
         case = evidence[name]

@@ -89,7 +89,8 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "for key, storage in storages(result).items():",
                 "for storage in filter(torch.is_tensor, tree_leaves(result)):",
             ),
-            ("if key in older or key in self.known:", "key = id(storage)\n            if False:"),
+            ("if key in older or key in self.known:", "key = id(storage)\n            if key in self.known:"),
+            ("nbytes = storage.nbytes()", "nbytes = storage.nbytes"),
         ],
         "never counts off": [("self.live_bytes -= nbytes", "pass")],
         "holds every tensor": [

@@ -66,6 +66,7 @@ def test_there_are_at_least_three_wrong_answers(exercise: str) -> None:
         ("1.3", "sizes in cache kept", 0.8),
         ("1.4", "rounded down", 1.5),
         ("1.4", "the whole chip for one SM", 1),
+        ("1.4", "GiB", 1),
         ("1.5", "counts nothing", 0),
         ("1.5", "counts what was there before", 2),
         ("1.5", "keys never forgotten", 1.75),
