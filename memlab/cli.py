@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -127,7 +128,7 @@ def _resolve(name: str, recipe: Recipe, card: GPU | None) -> tuple[TransformerCo
 
 def _print_notes(recipe: Recipe, config: TransformerConfig | ConvConfig, card: GPU | None) -> None:
     for note in recipe.notes(config, card):
-        print(f"note: {note}")
+        print(textwrap.fill(f"note: {note}", 80))
 
 
 @app.command()
@@ -181,7 +182,7 @@ def trace(
     if as_json:
         _print_json(result.to_dict())
     else:
-        _print(f"{config.name}: {recipe.describe()}\n")
+        _print(f"{config.name}, one training step\n{recipe.describe()}\n")
         _print(result)
         _print_notes(recipe, config, card)
 
@@ -274,8 +275,6 @@ def _card_page(card: GPU) -> str:
 
 
 def _row(key: str, text: str) -> str:
-    import textwrap
-
     lines = textwrap.wrap(text, 63)
     return "\n".join([f"  {key:<13} {lines[0]}", *(" " * 16 + line for line in lines[1:])])
 

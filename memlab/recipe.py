@@ -38,6 +38,7 @@ offload
 from __future__ import annotations
 
 import math
+import textwrap
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -442,7 +443,7 @@ class Recipe:
     # -- in and out ------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """The whole recipe in two lines of at most 80 columns or so, as every command prints it."""
+        """The whole recipe in lines of at most 80 columns, as every command prints it."""
         size = []
         if self.sequence is not None:
             size.append(f"sequence {self.sequence}")
@@ -472,7 +473,7 @@ class Recipe:
             second.append(f"ZeRO-{self.zero_stage}" if self.zero_stage else "no ZeRO")
         if self.offload:
             second.append("offload " + " ".join(self.offload))
-        return ", ".join(first) + ",\n" + ", ".join(second)
+        return textwrap.fill(", ".join(first + second), 80, break_on_hyphens=False)
 
     def __str__(self) -> str:
         return self.describe()
