@@ -13,14 +13,16 @@ import gc
 import html
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from memlab import hardware, models, virtual
+from memlab.footprint import Footprint, footprint
 from memlab.hardware import GPU
 from memlab.meter import AllocatorLog, Meter, profiled
 from memlab.models import ConvConfig, TransformerConfig
@@ -28,9 +30,6 @@ from memlab.recipe import Recipe
 from memlab.step import workload
 from memlab.trace import Trace
 from memlab.units import CONSUMERS, PHASES, format_bytes
-
-if TYPE_CHECKING:
-    from memlab.footprint import Footprint
 
 __all__ = ["Comparison", "ComparisonRow", "compare", "measure_step", "trace_step"]
 
@@ -279,8 +278,6 @@ def compare(
     measure: run the step here too, on CUDA if there is one, else on the CPU. What wouldn't fit into the free
         memory isn't run, and the table says so.
     """
-    from memlab.footprint import footprint
-
     config, recipe = _resolve(model, recipe, fields)
     card = hardware.gpu(gpu) if isinstance(gpu, str) else gpu
     formula = footprint(config, recipe, card)
@@ -340,7 +337,8 @@ def _rows(
     by_formula, by_trace = formula.consumer_peaks(), trace.consumer_peaks()
     by_meter = measured.consumer_peaks() if measured is not None else {}
     for name in CONSUMERS:
-        add(name, by_formula[name], by_trace[name], by_meter.get(name))
+        why = _unmatched(formula, trace, name) if by_formula[name] != by_trace[name] else ""
+        add(name, by_formula[name], by_trace[name], by_meter.get(name), why)
     in_formula, in_trace = formula.phase_peaks(), trace.phase_peaks()
     in_meter = measured.phase_peaks() if measured is not None else {}
     for phase in PHASES:
@@ -369,3 +367,29 @@ def _difference(name: str, value: int | None, traced: int, why: str) -> str:
         return ""
     share = f" ({(value - traced) / traced:+.2%})" if traced else ""
     return f"{name} {format_bytes(value - traced)}{share}" + (f": {why}" if why else "")
+
+
+def _unmatched(formula: Footprint, trace: Trace, consumer: str, shown: int = 2) -> str:
+    """Which tensors only one of the two has, when the consumer is at its largest: matched by size."""
+    line = trace.timeline()
+    values = line.consumers[consumer]
+    moment = max(range(len(values)), key=values.__getitem__, default=0)
+    only: Counter[int] = Counter()
+    names: dict[tuple[int, bool], str] = {}
+    for block in map(trace.block, trace.live_at(line.events[moment]) if values else ()):
+        if block.consumer == consumer:
+            only[block.bytes] += 1
+            names.setdefault((block.bytes, True), block.operator.removeprefix("aten.") or "input")
+    for tensor in formula.of(consumer):
+        only[tensor.bytes // tensor.count] -= tensor.count
+        names.setdefault((tensor.bytes // tensor.count, False), tensor.name)
+    rest = sorted(((n, size) for size, n in only.items() if n), key=lambda item: -abs(item[0] * item[1]))
+    parts = []
+    for count, size in rest[:shown]:
+        traced = count > 0
+        where = "trace" if traced else "formula"
+        parts.append(f"{abs(count)} x {format_bytes(size)} {names[size, traced]} only in the {where}")
+    residual = abs(sum(n * size for n, size in rest[shown:]))
+    if residual:
+        parts.append(f"residual {format_bytes(residual)}")
+    return ", ".join(parts)
