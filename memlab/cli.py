@@ -204,6 +204,7 @@ def compare(
     """
     card = _card(gpu)
     config, recipe = _resolve(model, recipe, card)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes its progress to stderr
     from memlab.report import compare as put_side_by_side
 
     result = put_side_by_side(config, recipe, gpu=card, measure=measure)
