@@ -12,7 +12,7 @@ import importlib
 import io
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +79,8 @@ class Figure(MplFigure):
     def png(self) -> bytes:
         """The PNG as shown, the text alternative in its 'Description'."""
         buffer = io.BytesIO()
-        FigureCanvasAgg(self)
-        self.savefig(buffer, format="png", metadata={"Description": self.memlab_alt})
+        canvas: Any = FigureCanvasAgg(self)
+        canvas.print_png(buffer, metadata={"Description": self.memlab_alt})  # savefig would lay it out twice
         return buffer.getvalue()
 
     def _ipython_display_(self) -> None:
@@ -170,7 +170,8 @@ def consumers(
 
     with _figure(7, max(2.2, 1.25 + 0.52 * len(rows))) as figure:
         ax = figure.subplots()
-        right = 0.0 if capacity is None or off_scale else 1.05 * capacity / scale
+        right = extent / scale if capacity is None or off_scale else 1.05 * capacity / scale
+        labels, character = _labels(rows, 22)
         for y, (label, row) in enumerate(rows.items()):
             left = 0.0
             for name in units.CONSUMERS:
@@ -178,26 +179,21 @@ def consumers(
                 ax.barh(
                     y, width, left=left, height=0.66, color=COLOURS[name], edgecolor="white", linewidth=0.6
                 )
-                text = f"{width:.3g}"
-                if width * scale > extent * (0.015 + 0.0185 * len(text)):
+                text = f"{width:.3g}" if width < 100 else f"{width:,.0f}"
+                if width > right * character * (len(text) + 1.5):
                     ax.text(
-                        left + width / 2,
-                        y,
-                        text,
-                        ha="center",
-                        va="center",
-                        fontsize=10,
-                        color=_on(COLOURS[name]),
-                    )
+                        left + width / 2, y, text, ha="center", va="center", fontsize=10,
+                        color=_on(COLOURS[name]), bbox={"facecolor": COLOURS[name], "linewidth": 0, "pad": 1},
+                    )  # fmt: skip
                 left += width
             over = capacity is not None and totals[label] > capacity
             note = _in(totals[label], scale, unit) + (" doesn't fit" if over else "")
-            right = max(right, left / (1 - 0.0185 * len(note)))
+            right = max(right, left / (1 - character * (len(note) + 1.5)))
             ax.text(
                 left + extent / scale * 0.01, y, note, va="center", fontsize=10.5, fontweight="bold",
                 color=LIMIT if over else INK,
             )  # fmt: skip
-        ax.set_yticks(range(len(rows)), [textwrap.fill(label, 22) for label in rows])
+        ax.set_yticks(range(len(rows)), labels)
         ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.tick_params(axis="y", length=0)
         ax.set_xlim(0, right or 1)
@@ -310,11 +306,11 @@ def waterfall(
             )
             ax.plot([before / scale] * 2, [y - 0.67, y - 0.33], color=FAINT, linewidth=0.8)
         ax.plot([level / scale] * 2, [end - 0.67, end - 0.33], color=FAINT, linewidth=0.8)
-        labels = [start[0], *(label for label, _, _ in steps), "left"]
-        ax.set_yticks(range(len(labels)), [textwrap.fill(label, 26) for label in labels])
+        labels, character = _labels([start[0], *(label for label, _, _ in steps), "left"], 26)
+        ax.set_yticks(range(len(labels)), labels)
         ax.tick_params(axis="y", length=0)
         ax.set_ylim(end + 0.5, -0.5)
-        ax.set_xlim(0, extent / scale * 1.24 or 1)
+        ax.set_xlim(0, extent / scale / (1 - 12 * character) or 1)
         if capacity is not None:
             _limit(ax, capacity / scale, f"capacity {units.format_bytes(capacity)}", upright=True)
         saved = max(steps, key=lambda step: step[1] - step[2], default=None)
@@ -382,10 +378,12 @@ def _log_bars(rows: Sequence[tuple[str, float, str]], dark: Sequence[str], headi
             weight = "bold" if stands_out else "normal"
             ax.text(value, y, f" {text}", va="center", fontsize=10.5, fontweight=weight)
         ax.set_xscale("log")
-        # Room for each text at the end of its bar: 0.022 of the width for a character.
-        span = max((math.log10(value) - floor) / (1 - 0.022 * len(text) - 0.02) for _, value, text in rows)
-        ax.set_xlim(10**floor, 10 ** (floor + span))
-        ax.set_yticks(range(len(rows)), [textwrap.fill(label, 28) for label, _, _ in rows])
+        labels, character = _labels([label for label, _, _ in rows], 28)
+        decades = max(
+            (math.log10(value) - floor) / (1 - character * (len(text) + 2)) for _, value, text in rows
+        )
+        ax.set_xlim(10**floor, 10 ** (floor + decades))
+        ax.set_yticks(range(len(rows)), labels)
         ax.tick_params(axis="y", length=0)
         ax.set_ylim(len(rows) - 0.4, -0.6)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.15g}"))
@@ -395,6 +393,13 @@ def _log_bars(rows: Sequence[tuple[str, float, str]], dark: Sequence[str], headi
         told = ", ".join(f"{label}: {text}" for label, _, text in rows)
         figure.memlab_alt = f"{heading}. {told}."
     return figure
+
+
+def _labels(labels: Iterable[str], width: int) -> tuple[list[str], float]:
+    """Labels beside the axes, wrapped; and the share of the axes' width that a character in them takes."""
+    wrapped = [textwrap.fill(label, width) for label in labels]
+    longest = max(len(line) for label in wrapped for line in label.split("\n"))
+    return wrapped, 9.5 / (740 - 10 * longest)  # pixels of this type in a figure of 7 in at 110 dpi
 
 
 @contextmanager
@@ -455,8 +460,10 @@ def _comparison_finding(columns: Mapping[str, Mapping[str, int]]) -> str:
     names = list(columns)
     known, judged = names[-1], names[0]
     if len(names) > 1 and columns[known].get("peak") and "peak" in columns[judged]:
-        gap = columns[judged]["peak"] / columns[known]["peak"] - 1
-        off = "agree to the byte" if not gap else f"differ by {abs(gap):.2%}"
+        gap = abs(columns[judged]["peak"] - columns[known]["peak"])
+        share = gap / columns[known]["peak"]
+        size = units.format_bytes(gap) + (f" ({share:.2%})" if share >= 0.0001 else "")
+        off = f"differ by {size}" if gap else "agree to the byte"
         return f"Peak: {judged} and {known} {off}"
     return " and ".join(names) + " per consumer"
 

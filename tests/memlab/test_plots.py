@@ -233,7 +233,7 @@ def test_comparison_draws_what_each_column_has():
     widths = [patch.get_width() for patch in figure.axes[0].patches]
     groups = (*units.CONSUMERS, "peak")
     assert widths == pytest.approx([c[g] / GIB for g in groups for c in COLUMNS.values() if g in c])
-    assert figure._suptitle.get_text() == "Peak: formula and measured differ by 0.12%"
+    assert figure._suptitle.get_text() == "Peak: formula and measured differ by 5.00 MiB (0.12%)"
     same = plots.comparison({"formula": {"peak": 7}, "trace": {"peak": 7}})
     assert "agree to the byte" in same.memlab_alt
 
