@@ -29,6 +29,9 @@ seed = 0
 
 # %% id="begin"
 import math
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its progress on stderr otherwise
 
 import torch
 import torch.nn.functional as F
@@ -660,27 +663,45 @@ memlab.check("2.4", act_bytes)
 # %% [markdown] id="predict" claims="C0-03"
 # ## 7. Predict, trace, measure
 #
-# You have all parts. Here is a GPT-2 in miniature that fits on any machine: 4 layers, width 256, the full vocabulary.
-# **Predict the peak of one fp32 AdamW step (foreach) with one sequence of 128 tokens, and the phase it is in.** Sixteen, or twenty,
-# bytes times the number of parameters is a good start.
+# You have all parts. Here is a GPT-2 in miniature that fits on any machine: 6 layers of width 384, a vocabulary of 8,000, 14
+# million parameters. **Predict the peak of one fp32 AdamW step (foreach) with one sequence of 128 tokens. Which phase is
+# it in, and which consumers are alive?** Write down a number in MiB.
+#
+# `memlab.compare` sets three numbers side by side: the *formula* is closed forms, no tensor is made; the *trace* is every
+# allocation of the step on tensors without storage; *measured* is the same step with real tensors on this machine.
 
 # %% id="predict-run"
-layers, vocab = lab.pick(smallest=(2, 5_000), normal=(4, gpt2.vocab))
+layers, width, vocab = lab.pick(smallest=(2, 256, 5_000), normal=(6, 384, 8_000))
 mini = replace(
-    gpt2, name="gpt2-mini", layers=layers, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn=1024, vocab=vocab
+    gpt2, name="gpt2-mini", layers=layers, hidden=width, heads=width // 64, kv_heads=width // 64, ffn=4 * width, vocab=vocab
 )
-print(f"{format_count(mini.parameter_count)} parameters: {format_bytes(4 * mini.parameter_count)} of weights\n")
 comparison = memlab.compare(mini, precision="fp32", micro_batch=1, sequence=128)
 print(comparison)
 
 # %% [markdown] id="gap"
-# Three columns that come about in three ways: *formula* is closed forms, no tensor is made; *trace* is every allocation of the
-# step on tensors without storage; *measured* is the same step with real tensors on this machine. Read the last column: a
-# gap has a name, or it is printed as a gap.
+# With so few tokens the optimizer step is the peak, and the rule of section 4 gives it: 20 B per parameter. **By how much does
+# it miss, and what is that?** A gap needs a name. Ask the measured trace what else was alive.
+
+# %% id="gap-run"
+rule = 20 * mini.parameter_count
+peak = comparison.measured.peak_bytes
+print(f"20 B x {format_count(mini.parameter_count)} = {format_bytes(rule)}, measured {format_bytes(peak)}: {peak - rule:,} B more")
+alive = comparison.measured.at_peak()
+rest = [block for block in alive if block.consumer == "activations"]
+for block in rest:
+    print(f"{block.bytes:>12,} B  {block.shape!s:14} {block.dtype:9} made by {block.operator}, {block.module or 'the training loop'}")
+counters = [block for block in alive if block.consumer == "optimizer_states" and block.shape == ()]
+print(f"{4 * len(counters):>12,} B  AdamW's {len(counters)} step counters")
+assert comparison.measured.peak_phase == "optimizer"
+assert peak - rule == sum(block.bytes for block in rest + counters)
+
+# %% [markdown] id="gap-read"
+# The miss is accounted for to the byte: the logits, the batch and the loss, which the training loop still names, and the
+# step counters (on a GPU those stay in host memory). That is what "explaining the gap" means in this course: a difference has a name, or it is printed as a residual.
 #
-# The list of consumers is also not complete. Beside the tensors there are the allocator's cache and its fragmentation, the
-# libraries' workspaces, communication buffers when several cards work together, and the CUDA context, between 0.1 and 2 GB before the
-# first tensor. `nvidia-smi` shows the sum of all that. Chapter 1 takes it apart.
+# And the list of consumers isn't complete even so. Beside the tensors there are the allocator's cache and its fragmentation,
+# the libraries' workspaces, communication buffers when several cards work together, and the CUDA context, between 0.1 and
+# 2 GB before the first tensor. `nvidia-smi` shows the sum of it all. Chapter 1 takes it apart.
 
 # %% [markdown] id="published-text"
 # ### Real cards
