@@ -1,6 +1,7 @@
 """Runs an answer in a child process with limits: it may exhaust memory, loop or exit, the parent goes on.
 
-Where processes can't be forked (Windows) or inside a child already, it runs in place without limits.
+It runs in place, without limits, where there is no fork (Windows), inside a child already, and once this process
+has used a GPU: neither CUDA nor the backward's threads work in a fork of such a process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,12 +29,15 @@ def in_child(work: Callable[[], Evidence], *, seconds: float = 60, memory: int |
     `memory` bounds what the child may allocate on top of what it inherits (bytes of address space).
     `NotImplementedError` is raised again here.
     """
-    if _inside or not hasattr(os, "fork"):
+    torch = sys.modules.get("torch")
+    if _inside or not hasattr(os, "fork") or (torch is not None and torch.cuda.is_initialized()):
         return work()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(work, sender, memory), daemon=True)
-    child.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of threads; this child starts none
+        child.start()
     sender.close()
     try:
         if not receiver.poll(seconds):
