@@ -1,7 +1,7 @@
 """Runs an answer in a child process with limits: it may exhaust memory, loop or exit, the parent goes on.
 
-It runs in place, without limits, where there is no fork (Windows), inside a child already, and once this process
-has used a GPU: neither CUDA nor the backward's threads work in a fork of such a process.
+It runs in place, without limits, where there is no fork (Windows), inside a child already, and once this
+process has used a GPU: neither CUDA nor the backward's threads work in a fork of such a process.
 """
 
 from __future__ import annotations
