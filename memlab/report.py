@@ -33,6 +33,9 @@ from memlab.units import CONSUMERS, PHASES, format_bytes
 
 __all__ = ["Comparison", "ComparisonRow", "compare", "measure_step", "trace_step"]
 
+#: Where the last column of the table begins.
+_GAP_AT = 18 + 3 * 13 + 2
+
 Model = str | TransformerConfig | ConvConfig
 #: Builds everything and returns the step: `def make(): model = ...; return step`.
 Make = Callable[[], Callable[[], Any]]
@@ -233,12 +236,12 @@ class Comparison:
     def __str__(self) -> str:
         width = 100
         lines = textwrap.wrap(self._heading(), width)
-        lines.append(f"{'':<19}{'formula':>12}{'trace':>12}{'measured':>12}  gap")
+        lines.append(f"{'':<18}{'formula':>13}{'trace':>13}{'measured':>13}  gap")
         for row in self.rows:
-            sizes = "".join(f"{_cell(n):>12}" for n in row[1:4])
-            first, *rest = textwrap.wrap(row.gap, width - 57) or [""]
-            lines.append(f"{row.name.replace('_', ' '):<19}{sizes}  {first}".rstrip())
-            lines += [" " * 57 + more for more in rest]
+            sizes = "".join(f"{_cell(n):>13}" for n in row[1:4])
+            first, *rest = textwrap.wrap(row.gap, width - _GAP_AT) or [""]
+            lines.append(f"{row.name.replace('_', ' '):<18}{sizes}  {first}".rstrip())
+            lines += [" " * _GAP_AT + more for more in rest]
             if row.name in (CONSUMERS[-1], PHASES[-1]):
                 lines.append("")
         for note in self._notes():
@@ -342,7 +345,9 @@ def _rows(
     in_formula, in_trace = formula.phase_peaks(), trace.phase_peaks()
     in_meter = measured.phase_peaks() if measured is not None else {}
     for phase in PHASES:
-        add(phase, in_formula.get(phase), in_trace.get(phase, 0), in_meter.get(phase))
+        computed = in_formula.get(phase)
+        why = _consumers_differ(formula, trace, phase) if computed != in_trace.get(phase) else ""
+        add(phase, computed, in_trace.get(phase, 0), in_meter.get(phase), why)
     add("peak", formula.peak_bytes, trace.peak_bytes, measured.peak_bytes if measured is not None else None)
     last = rows[-1]
     gap = f"{last.gap}; in {trace.peak_phase}" + (f"; {missing}" if missing else "")
@@ -365,12 +370,33 @@ def _rows(
 def _difference(name: str, value: int | None, traced: int, why: str) -> str:
     if value is None or value == traced:
         return ""
-    share = f" ({(value - traced) / traced:+.2%})" if traced else ""
-    return f"{name} {format_bytes(value - traced)}{share}" + (f": {why}" if why else "")
+    size, share = value - traced, (value - traced) / traced if traced else 0
+    text = f"{name} {'+' if size > 0 else ''}{format_bytes(size)}"
+    if abs(share) >= 0.00005:
+        text += f" ({share:+.2%})"
+    return text + (f": {why}" if why else "")
+
+
+def _consumers_differ(formula: Footprint, trace: Trace, phase: str) -> str:
+    """By which consumers formula and trace differ at the largest moment of a phase."""
+    line = trace.timeline()
+    moments = [k for a, b, name in trace.spans() if name == phase for k in range(max(a - 1, 0), b)]
+    if not moments:
+        return ""
+    k = max(moments, key=line.total.__getitem__)
+    differ = {name: formula.phases[phase][name] - line.consumers[name][k] for name in CONSUMERS}
+    return ", ".join(
+        f"{name.replace('_', ' ')} {'+' if n > 0 else ''}{format_bytes(n)}" for name, n in differ.items() if n
+    )
 
 
 def _unmatched(formula: Footprint, trace: Trace, consumer: str, shown: int = 2) -> str:
-    """Which tensors only one of the two has, when the consumer is at its largest: matched by size."""
+    """Which tensors only one of the two has, when the consumer is at its largest: matched by size.
+
+    '' where the formula's list isn't that of one moment (recomputation).
+    """
+    if sum(tensor.bytes for tensor in formula.of(consumer)) != formula.consumer_peaks()[consumer]:
+        return ""
     line = trace.timeline()
     values = line.consumers[consumer]
     moment = max(range(len(values)), key=values.__getitem__, default=0)
