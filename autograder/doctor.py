@@ -3,8 +3,8 @@
 The release decides what is graded: its order, its checks, its prose and nbgrader's metadata are restored. A
 cell of the submission is recognised by its id, by nbgrader's grade id, by the comment `# exercise 2.1` or the
 call `memlab.check("2.1"`, by the functions that the exercise asks for, or by unchanged text. Code that the
-student wrote or changed is kept: in an exercise cell, in a plain cell, in a cell that the student added. Every
-repair is one line; what can't be repaired raises `Unreadable`.
+student wrote or changed is kept: in an exercise cell, in a plain cell, in a cell that the student added.
+Every repair is one line; what can't be repaired raises `Unreadable`.
 """
 
 from __future__ import annotations

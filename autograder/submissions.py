@@ -84,7 +84,7 @@ def _sort_in(student: Student, files: Iterator[Found], chapters: Sequence[str]) 
 
 
 def _is_notebook(path: PurePosixPath) -> bool:
-    hidden = any(part.startswith(".") and part != ".." or part == "__MACOSX" for part in path.parts)
+    hidden = any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in path.parts)
     return path.suffix.lower() == ".ipynb" and not hidden
 
 
