@@ -22,7 +22,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -355,6 +355,14 @@ class _Tape:
         """The same tensor under another shape: nothing is made, nor is its gradient."""
         return _Value(shape, x.dtype, x.store, x.key)
 
+    def make(self, stores: list[_Store], name: str) -> None:
+        """Constants of a block, without a gradient."""
+        self.ops.append(_Op(self.where + name, [], [], [], stores, []))
+
+    def keep(self, x: _Value) -> None:
+        """The variable that holds `x` is replaced only by the last operation's result: `x` lives till then."""
+        self.ops[-1].ins.append(x)
+
     def unit(self, label: str, entry: _Value | None, exit: _Value, **rest: Any) -> _Unit:
         ops, self.ops = self.ops, []
         return _Unit(label, ops, entry, exit, **rest)
@@ -580,6 +588,8 @@ class _Program:
     def _finish(self, logits: _Value) -> None:
         logits.store.saved, logits.store.why = True, "the script's variable `logits`"
         self.logits = logits.store
+        self.seed = _Store("gradient of the loss", (), "fp32")
+        self.seed.why = "where backward starts: 1"
         self.units.append(self.tape.loss(logits))
 
     # transformers
@@ -683,8 +693,9 @@ class _Program:
         q = tape.linear(y, self.width, "attn.query", c.qkv_bias)
         k, v = (tape.linear(y, self.kv_width, f"attn.{name}", c.qkv_bias) for name in ("key", "value"))
         if q.dtype != "fp32":
-            angles = [tape.store(f"{a.name} in {q.dtype}", a.shape, q.dtype) for a in angles]
-        q, k = self._rotate(q, angles, "queries", True), self._rotate(k, angles, "keys", False)
+            angles = [tape.store(f"{angle.name} in {q.dtype}", angle.shape, q.dtype) for angle in angles]
+            tape.make(angles, "rotary angles")
+        q, k = self._rotate(q, angles, "queries"), self._rotate(k, angles, "keys")
         y = tape.linear(tape.attention(q, k, v, self.heads, self.mask), c.hidden, "attn.out", bias=False)
         x = tape.add(x, y, "residual 1")
         y = tape.rmsnorm(x, "norm2")
@@ -697,14 +708,12 @@ class _Program:
         y = tape.op("silu(gate) * up", [gate, up], up.shape, up.dtype, saves=[gate, up], why=why)
         return tape.add(x, tape.linear(y, c.hidden, "mlp.down", bias=False), "residual 2")
 
-    def _rotate(self, x: _Value, angles: Sequence[_Store], name: str, first: bool) -> _Value:
+    def _rotate(self, x: _Value, angles: Sequence[_Store], name: str) -> _Value:
         tape = self.tape
         cos, sin = angles
-        made = [cos, sin] if first and x.dtype != "fp32" else []
         why = "rotary positions: the gradient of queries and keys needs the angles"
         half = (*x.shape[:-1], x.shape[-1] // 2)
         straight = tape.op(f"{name} * cos", [x], x.shape, x.dtype, saves=[cos], why=why)
-        tape.ops[-1].made += made
         low, high = tape.split(x, 2, f"halves of {name}")
         high = tape.op(f"second half of -{name}", [high], half, x.dtype)
         turned = _Value(x.shape, x.dtype, tape.store(f"{name} turned", x.shape, x.dtype))
@@ -841,8 +850,11 @@ class _Program:
     def _bottleneck(self, x: _Value, width: int, stride: int, first: bool) -> _Value:
         tape = self.tape
         y = tape.relu(self._norm(self._conv(x, width, 1, "conv1"), "norm1"), "norm1")
-        y = tape.relu(self._norm(self._conv(y, width, 3, "conv2", stride, 1), "norm2"), "norm2")
-        y = self._norm(self._conv(y, 4 * width, 1, "conv3"), "norm3")
+        y1, y = y, self._norm(self._conv(y, width, 3, "conv2", stride, 1), "norm2")
+        tape.keep(y1)
+        y2 = tape.relu(y, "norm2")
+        y = self._norm(self._conv(y2, 4 * width, 1, "conv3"), "norm3")
+        tape.keep(y2)
         if first:
             x = self._norm(self._conv(x, 4 * width, 1, "shortcut.conv", stride), "shortcut.norm")
         return tape.relu(tape.add(y, x, "residual", inplace=True), "block")
@@ -868,7 +880,8 @@ class _Program:
     def _dense(self, x: _Value, growth: int) -> _Value:
         tape = self.tape
         y = self._conv(tape.relu(self._norm(x, "norm1"), "norm1"), 4 * growth, 1, "conv1")
-        y = self._conv(tape.relu(self._norm(y, "norm2"), "norm2"), growth, 3, "conv2", padding=1)
+        y1, y = y, self._conv(tape.relu(self._norm(y, "norm2"), "norm2"), growth, 3, "conv2", padding=1)
+        tape.keep(y1)
         shape = (x.shape[0], x.shape[1] + growth, *x.shape[2:])
         return tape.op("all channels", [x, y], shape, x.dtype, slices=True)
 
@@ -963,7 +976,7 @@ class _Machine:
             self.give(store.consumer, store.bytes)
 
     def _begin(self, phase: str) -> None:
-        self.phase, self.now = phase, f"its beginning"
+        self.phase, self.now = phase, "its beginning"
         if self.total > self.tops.setdefault(phase, 0):
             self._note()
 
@@ -1009,7 +1022,7 @@ class _Machine:
         elif self.have_gradients:
             self.take("gradients", gradients)
         for store in self.program.batch:
-            store.refs = 1
+            store.refs = 2  # for the script, and as the first unit's input
             self.hold(store, "activations")
 
     def _rank_bytes(self, stage: int, dtype: str) -> int:
@@ -1058,6 +1071,9 @@ class _Machine:
         self._end_autocast()
         for store in self.program.shared:
             self.release(store)
+        self.now = "the loss's own gradient, 1"
+        self.program.seed.refs = 1
+        self.hold(self.program.seed, "activations")
         self._list_saved()
 
     def _run(self, unit: _Unit, i: int, again: bool = False) -> None:
@@ -1074,6 +1090,9 @@ class _Machine:
         for op in ops:
             for x in op.ins:
                 x.store.refs += 1
+            for store in op.made if not op.outs else ():
+                store.refs += 1  # constants: until the unit ends
+        saved_here = {id(store) for op in ops for store in op.saves}
         for op in ops:
             self.now = f"recomputing {op.name}" if again else op.name
             kept = op.linear and unit.checkpointed and self.recipe.checkpointing == "selective"
@@ -1082,9 +1101,9 @@ class _Machine:
                 self.cached.append(store)
                 self.hold(store, "activations" if save and store in op.saves else "temporaries")
             for store in () if again and kept else op.made:
-                stays = (
-                    kept or (store.saved and save) or (store is unit.exit.store and (store.saved or follows))
-                )
+                stays = kept or (save and id(store) in saved_here)
+                if store is unit.exit.store and not again:
+                    stays = stays or store.saved or follows
                 self.hold(store, "activations" if stays else "temporaries")
             self.briefly(op.scratch)
             if save:
@@ -1097,6 +1116,9 @@ class _Machine:
                     self.give(store.consumer, store.bytes)
             for x in op.ins:
                 self.release(x.store)
+        for op in ops:
+            for store in op.made if not op.outs else ():
+                self.release(store)
 
     def _end_autocast(self) -> None:
         for store in self.cached:
@@ -1111,7 +1133,7 @@ class _Machine:
         return [unit.entry.store, *unit.held]
 
     def _list_saved(self) -> None:
-        self.saved = [(store, 1) for store in (*self.program.batch, *self.program.shared) if store.refs > 0]
+        self.saved = [(store, 1) for store in self._standing() if store.refs > 0]
         seen: set[int] = set()
         for unit in self.program.units:
             for op in unit.ops:
@@ -1119,6 +1141,9 @@ class _Machine:
                     if store.refs > 0 and id(store) not in seen:
                         seen.add(id(store))
                         self.saved.append((store, unit.times))
+
+    def _standing(self) -> list[_Store]:
+        return [*self.program.batch, *self.program.shared, self.program.seed]
 
     # weights that are whole only while they're used
 
@@ -1137,8 +1162,7 @@ class _Machine:
     def _backward(self) -> None:
         self._begin("backward")
         units = self.program.units
-        self.take("temporaries", 4)
-        self.pending[units[-1].exit.key] = (_Gradient(4), False)
+        self.pending[units[-1].exit.key] = (_Gradient(0), False)
         for i in reversed(range(len(units))):
             unit = units[i]
             window = self._window(unit)
@@ -1150,6 +1174,7 @@ class _Machine:
             self.take("gradients", (self.live["gradients"] - gradients) * (unit.times - 1))
             self.give("temporaries", window)
         self.give("temporaries", self.root)
+        self.release(self.program.seed)
 
     def _back(self, unit: _Unit, i: int) -> None:
         there = not unit.checkpointed
@@ -1183,10 +1208,8 @@ class _Machine:
             op.param_dtype == self.recipe.gradient_dtype and not self.have_gradients and not self.scatters
         )
         for name, count in params:
-            tied = self.tied and name == "embed.token.weight"
-            self.take(
-                "gradients" if lasting and not tied else "temporaries", count * DTYPE_BYTES[op.param_dtype]
-            )
+            whose = "gradients" if lasting and not self._shared(name) else "temporaries"
+            self.take(whose, count * DTYPE_BYTES[op.param_dtype])
         if incoming:
             self.briefly(op.back)
         for gradient in incoming:
@@ -1227,17 +1250,25 @@ class _Machine:
         if (
             not lasting and op.param_dtype != self.recipe.gradient_dtype
         ):  # autocast: the copy's, then the weight's
-            self.take("temporaries" if self.have_gradients else "gradients", final)
+            self.take("temporaries" if self.have_gradients or self._shared(name) else "gradients", final)
             self.give("temporaries", size)
             size = final
-        shared = name == "embed.token.weight" and getattr(self.config, "tied", False)
-        if shared and not self.tied:
-            self.tied = size  # waits for the embedding's
-        elif shared:
-            self.give("temporaries", size + (self.tied if self.have_gradients else 0))
+        if self._shared(name):
+            if not self.tied:
+                self.tied = size  # the head's gradient waits for the embedding's
+                return
+            self.take(
+                "temporaries" if self.have_gradients else "gradients", size
+            )  # their sum is a third tensor
+            self.give("temporaries", size + self.tied)
             self.tied = 0
-        elif self.have_gradients:
+        if self.have_gradients:
             self.give("temporaries", size)
+
+    def _shared(self, name: str) -> bool:
+        return (
+            name == "embed.token.weight" and isinstance(self.config, TransformerConfig) and self.config.tied
+        )
 
     def _scatter(self) -> None:
         """ZeRO-2 and 3: each GPU keeps its part of a block's gradients; offload: none."""

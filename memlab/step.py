@@ -273,7 +273,10 @@ def _make_moments(p: Tensor, state: dict[str, Tensor]) -> None:
 
 def _from_bytes(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     """(n,) bytes and (blocks,) scales -> (blocks, 256) fp32, the last block filled up with zeros."""
-    x = F.pad(codes.flatten(), (0, -codes.numel() % BLOCK_8BIT)).view(-1, BLOCK_8BIT).float()
+    codes = codes.flatten()
+    if missing := -codes.numel() % BLOCK_8BIT:
+        codes = F.pad(codes, (0, missing))
+    x = codes.view(-1, BLOCK_8BIT).float()
     if signed:
         x.sub_(128).div_(127)
         x.mul_(x.abs())
@@ -284,8 +287,6 @@ def _from_bytes(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 def _to_bytes(x: Tensor, codes: Tensor, scale: Tensor, signed: bool) -> None:
     """The way back; x is used up."""
-    x = x.flatten()[: codes.numel()]
-    x = F.pad(x, (0, -x.numel() % BLOCK_8BIT)).view(-1, BLOCK_8BIT)
     scale.copy_(torch.linalg.vector_norm(x, float("inf"), dim=1))
     x.div_(scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None])
     if signed:
