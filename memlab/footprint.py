@@ -549,12 +549,13 @@ class _Tape:
     def loss(self, logits: _Value) -> _Unit:
         """Cross entropy in fp32 over (N, classes)."""
         self.where = "loss."
-        x = self.cast(logits, "fp32", "logits in fp32")
+        fp32 = x = self.cast(logits, "fp32", "logits in fp32")
         x = self.op(
             "log-softmax", [x], x.shape, "fp32", result=True, why="log-softmax: its backward needs it"
         )
         weight = self.store("total weight", (), "fp32")
         loss = self.op("mean", [x], (), "fp32", saves=[x], extra=[weight])
+        self.keep(fp32)
         loss.store.saved, loss.store.why = True, "the script's variable `loss`"
         return self.unit("loss", logits, loss)
 
@@ -939,7 +940,7 @@ class _Machine:
         self.root = 0  # whole weights outside the blocks, where weights are streamed
         self.cached: list[_Store] = []  # autocast's copies of the weights, and those of the equal units
         self.cached_extra = 0
-        self.pending: dict[object, tuple[_Gradient, bool]] = {}  # value -> its gradient, is that a view
+        self.pending: dict[object, _Gradient] = {}  # value -> its gradient
         self.tied = 0  # the head's gradient of a tied embedding, until the embedding's own is added
         self.whole: list[tuple[int, int]] = []  # (bytes, values) of gradients not scattered or moved out yet
 
@@ -1047,6 +1048,8 @@ class _Machine:
         for i, unit in enumerate(self.program.units):
             if unit.label == "loss":
                 self.give("activations", stale)
+                for store in self.program.shared:  # the model's own variables
+                    self.release(store)
             window = self._window(unit)
             self.take("temporaries", window)
             activations, temporaries = self.live["activations"], self.live["temporaries"]
@@ -1069,8 +1072,6 @@ class _Machine:
             self.cached_extra += copies
             self.give("temporaries", window)
         self._end_autocast()
-        for store in self.program.shared:
-            self.release(store)
         self.now = "the loss's own gradient, 1"
         self.program.seed.refs = 1
         self.hold(self.program.seed, "activations")
@@ -1162,7 +1163,7 @@ class _Machine:
     def _backward(self) -> None:
         self._begin("backward")
         units = self.program.units
-        self.pending[units[-1].exit.key] = (_Gradient(0), False)
+        self.pending[units[-1].exit.key] = _Gradient(0)
         for i in reversed(range(len(units))):
             unit = units[i]
             window = self._window(unit)
@@ -1192,18 +1193,18 @@ class _Machine:
                 self.release(store)
 
     def _back_op(self, op: _Op) -> None:
-        incoming = [self.pending.pop(out.key)[0] for out in op.outs if out.key in self.pending]
+        incoming = [self.pending.pop(out.key) for out in op.outs if out.key in self.pending]
         self.now = f"backward of {op.name}"
-        made: list[tuple[_Value, _Gradient, bool]] = []
+        made: list[tuple[_Value, _Gradient]] = []
         params = op.params if incoming else []
         if incoming:
             first = incoming[0]
             for x in op.grads:
                 if (op.passes and x.bytes == first.bytes) or op.slices:
                     first.refs += 1
-                    made.append((x, first, op.slices))
+                    made.append((x, first))
                 else:
-                    made.append((x, self._gradient(x.bytes), False))
+                    made.append((x, self._gradient(x.bytes)))
         lasting = (
             op.param_dtype == self.recipe.gradient_dtype and not self.have_gradients and not self.scatters
         )
@@ -1216,10 +1217,10 @@ class _Machine:
             self._drop(gradient)
         for store in op.saves:
             self.release(store)
+        for x, gradient in made:
+            self._deliver(x, gradient)
         for name, count in params:
             self._accumulate(op, name, count, lasting)
-        for x, gradient, view in made:
-            self._deliver(x, gradient, view)
 
     def _gradient(self, size: int) -> _Gradient:
         self.take("temporaries", size)
@@ -1230,16 +1231,15 @@ class _Machine:
         if gradient.refs == 0:
             self.give("temporaries", gradient.bytes)
 
-    def _deliver(self, x: _Value, gradient: _Gradient, view: bool) -> None:
-        """A second gradient of a value is added to the first: in place if nobody else reads that one."""
-        if x.key not in self.pending:
-            self.pending[x.key] = (gradient, view)
-            return
-        old, old_view = self.pending[x.key]
-        if old.refs > 1 or old_view:
-            self.pending[x.key] = (self._gradient(x.bytes), False)
+    def _deliver(self, x: _Value, gradient: _Gradient) -> None:
+        """A second gradient of a value is added to the first: autograd makes a third tensor for the sum."""
+        if x.key in self.pending:
+            old = self.pending[x.key]
+            self.pending[x.key] = self._gradient(x.bytes)
             self._drop(old)
-        self._drop(gradient)
+            self._drop(gradient)
+        else:
+            self.pending[x.key] = gradient
 
     def _accumulate(self, op: _Op, name: str, count: int, lasting: bool) -> None:
         """A weight's gradient, just made, goes to `.grad`: as it is, cast to fp32, added, or on its way out."""
