@@ -30,8 +30,9 @@ seed = 0
 # %% id="begin"
 import math
 import os
+import textwrap
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its progress on stderr otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write its progress to stderr
 
 import torch
 import torch.nn.functional as F
@@ -61,11 +62,12 @@ t4 = hardware.gpu("T4")
 plain = memlab.Recipe(precision="fp32", micro_batch=batch, sequence=1024, attention="eager")
 
 weights = 4 * gpt2.parameter_count
-print(f"weights: {format_bytes(weights)}, {weights / t4.memory_bytes:.1%} of {format_bytes(t4.memory_bytes)}\n")
+share = weights / t4.memory_bytes
+print(f"weights: {format_bytes(weights)}, {share:.1%} of {format_bytes(t4.memory_bytes)}\n")
 try:
     memlab.trace_step(gpt2, plain, gpu="T4")
 except torch.OutOfMemoryError as error:
-    print(error)
+    print(textwrap.fill(str(error), 96))
 
 # %% [markdown] id="picture"
 # It doesn't, and the message names an operator that you didn't write: the backward of the loss wanted room for one more tensor
@@ -88,13 +90,16 @@ plots.timeline(step, budget=t4.memory_bytes)
 
 # %% id="picture-table"
 print(f"peak: {format_bytes(step.peak_bytes)}, in {step.peak_phase}\n")
-for consumer, held in step.consumers_at_peak().items():
-    print(f"{consumer:18}{format_bytes(held):>12} at the peak {format_bytes(step.consumer_peaks()[consumer]):>12} at its own")
+at_peak, own_peaks = step.consumers_at_peak(), step.consumer_peaks()
+for consumer, held in at_peak.items():
+    own = format_bytes(own_peaks[consumer])
+    print(f"{consumer:18}{format_bytes(held):>12} at the peak {own:>12} at its own")
 print(f"\nthe weights are {weights / step.peak_bytes:.1%} of the peak")
 assert step.peak_bytes > t4.memory_bytes
-assert step.consumers_at_peak()["gradients"] == 0
+assert at_peak["gradients"] == 0
 logits = batch * 1024 * gpt2.vocab * 4
-print(f"one tensor of logits: {format_bytes(logits)}; temporaries at the peak: {step.consumers_at_peak()['temporaries'] / logits:.1f} of them")
+print(f"one tensor of logits: {format_bytes(logits)}")
+print(f"temporaries at the peak: {at_peak['temporaries'] / logits:.1f} of them")
 
 # %% [markdown] id="sixteen" claims="C2-01 C2-04 C2-12"
 # ## 2. Sixteen bytes for every parameter
@@ -114,8 +119,8 @@ adamw.step()
 state = adamw.state[up.weight]
 print(f"{'tensor':12}{'shape':>14}  {'dtype':16}{'bytes':>12}{'per parameter':>15}")
 for name, tensor in {"W": up.weight, "W.grad": up.weight.grad, **state}.items():
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype)
-    print(f"{name:12}{shape!s:>14}  {dtype:16}{tensor.nbytes:>12,}{tensor.nbytes / up.weight.numel():>15.6f}")
+    shape, dtype, share = tuple(tensor.shape), str(tensor.dtype), tensor.nbytes / up.weight.numel()
+    print(f"{name:12}{shape!s:>14}  {dtype:16}{tensor.nbytes:>12,}{share:>15.6f}")
 assert up.weight.shape == (3072, 768)
 
 # %% [markdown] id="sixteen-read"
@@ -129,7 +134,7 @@ assert up.weight.shape == (3072, 768)
 # %% id="gpt3" claims="C0-02 C0-04 C2-09 C2-15"
 gpt3 = 175 * 10**9
 card = 80 * GB
-for name, per_parameter in (("parameters", 4), ("gradients", 4), ("optimizer states", 8), ("together", 16)):
+for name, per_parameter in {"parameters": 4, "gradients": 4, "optimizer states": 8, "together": 16}.items():
     print(f"GPT-3, {name:17}{per_parameter:>3} B x 175e9 = {format_gb(per_parameter * gpt3):>9}")
 print(f"in 80 GB cards: {16 * gpt3 / card:.1f}")
 
@@ -138,7 +143,7 @@ print(f"\n{a100.name}: CUDA reports {a100.memory_bytes:,} B = {format_gb(a100.me
 print(f"largest model whose states fit: {card / 16 / 1e9:.1f} B parameters by the name, ", end="")
 print(f"{a100.memory_bytes / 16 / 1e9:.1f} B by the bytes")
 small = 6_200_000_000
-print(f"a model of 6.2 B: {format_gb(16 * small)} to train, {format_gb(2 * small)} of bf16 weights to run it")
+print(f"a model of 6.2 B: {format_gb(16 * small)} to train, {format_gb(2 * small)} of bf16 weights to run")
 
 # %% [markdown] id="gpt3-read"
 # "A large model needs many cards" is true of *full training with Adam*. The same 6.2 B model answers questions on a
@@ -153,9 +158,10 @@ print(f"a model of 6.2 B: {format_gb(16 * small)} to train, {format_gb(2 * small
 #
 # **You switch from fp32 to bf16 autocast. What happens to the 16 bytes?** Ask the tensors.
 
+
 # %% id="recipes-run"
 def train_once(dtype, autocast):
-    """dtypes of one weight, its gradient and its Adam moment after a step, and the bytes of all four tensors."""
+    """Bytes per parameter that a weight, its gradient and its moments take after one step; prints the dtypes."""
     layer = nn.Linear(512, 512, dtype=dtype)
     adam = torch.optim.AdamW(layer.parameters())
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -169,7 +175,9 @@ def train_once(dtype, autocast):
 
 
 for name, dtype, autocast in (
-    ("fp32", torch.float32, False), ("bf16 autocast", torch.float32, True), ("a bf16 model", torch.bfloat16, False)
+    ("fp32", torch.float32, False),
+    ("bf16 autocast", torch.float32, True),
+    ("a bf16 model", torch.bfloat16, False),
 ):
     print(f"{name}: {train_once(dtype, autocast):g} B per parameter")
 
@@ -196,14 +204,16 @@ for name, dtype, autocast in (
 layer = nn.Linear(512, 512)
 with memlab.Meter(layer) as meter, torch.autocast("cpu", dtype=torch.bfloat16):
     layer(torch.randn(8, 512))
-copies = sum(block.bytes for block in meter.trace.blocks() if block.shape == (512, 512) and block.dtype == "bfloat16")
-print(f"autocast's copy of the weight: {copies / layer.weight.numel():g} B per parameter, while the forward runs")
+made = [block for block in meter.trace.blocks() if block.dtype == "bfloat16" and block.shape == (512, 512)]
+copy = sum(block.bytes for block in made) / layer.weight.numel()
+print(f"autocast's copy of the weight: {copy:g} B per parameter, while the forward runs")
 
 print(f"1 + 0.001 in bf16: {(torch.tensor(1.0, dtype=torch.bfloat16) + 0.001).item()}")
 print(f"an 8-bit moment and its share of a block's scale: 1 + 4/256 = {1 + 4 / 256:.3f} B")
 
 # %% [markdown] id="ex-2-1-text"
 # **Exercise 2.1** (3 points). Write that table as a function. Bytes are whole numbers.
+
 
 # %% id="ex-2-1" exercise="2.1"
 def states(parameters, precision, optimizer, offload=False):
@@ -244,7 +254,10 @@ recipes = {
     "8-bit Adam, autocast": {"precision": "amp-bf16", "optimizer": "adamw-8bit"},
     "bf16": {"precision": "bf16"},
     "bf16, 8-bit Adam": {"precision": "bf16", "optimizer": "adamw-8bit"},
-    "bf16, states offloaded": {"precision": "bf16-master", "offload": ("optimizer_states:cpu",)},
+    "bf16, states offloaded": {
+        "precision": "bf16-master",
+        "offload": ("optimizer_states:cpu",),
+    },
 }
 llama = models.model("llama2-7b")
 
@@ -264,14 +277,20 @@ def states_of(**recipe):
 held = {name: states_of(**recipe) for name, recipe in recipes.items()}
 per_parameter = {name: sum(row.values()) / llama.parameter_count for name, row in held.items()}
 assert per_parameter["fp32"] == per_parameter["bf16 autocast"] == per_parameter["bf16, fp32 master"] == 16
-print(", ".join(f"{name}: {b:.1f} B" for name, b in per_parameter.items()))
-plots.consumers(held, capacity=a100.memory_bytes, title="Llama-2-7B: mixed precision keeps as many bytes as fp32")
+for name, b in per_parameter.items():
+    print(f"{name:24}{b:5.1f} B per parameter")
+plots.consumers(
+    held,
+    capacity=a100.memory_bytes,
+    title="Llama-2-7B: mixed precision keeps as many bytes as fp32",
+)
 
 # %% [markdown] id="live" claims="C2-02 C2-13"
 # ## 3. Ask the optimizer
 #
 # A formula is a claim, `optimizer.state` is a fact. **Is Adam really twice as expensive as SGD?** Here is what five
 # optimizers hold for one weight of 512 x 512, the weight and its gradient included.
+
 
 # %% id="live-run"
 def held_for_one_weight(make):
@@ -293,9 +312,10 @@ makers = {
 bytes_per_parameter = {}
 for name, make in makers.items():
     bytes_per_parameter[name], kept = held_for_one_weight(make)
-    print(f"{name:20}{bytes_per_parameter[name]:>10.5f} B per parameter   {', '.join(kept) or '(no state)'}")
-print(f"\nAdam / SGD: {bytes_per_parameter['Adam'] / bytes_per_parameter['SGD']:.2f}")
-print(f"Adam / SGD with momentum: {bytes_per_parameter['Adam'] / bytes_per_parameter['SGD with momentum']:.2f}")
+    print(f"{name:20}{bytes_per_parameter[name]:>10.5f} B per parameter   {', '.join(kept)}")
+print()
+for name in ("SGD", "SGD with momentum"):
+    print(f"Adam / {name}: {bytes_per_parameter['Adam'] / bytes_per_parameter[name]:.2f}")
 
 # %% [markdown] id="live-read" claims="C2-14"
 # Twice, against SGD *without* momentum; a third more against the SGD that people train with. "Adam doubles it" also
@@ -311,6 +331,7 @@ print(f"Adam / SGD with momentum: {bytes_per_parameter['Adam'] / bytes_per_param
 # **During `optimizer.step()`, is 16 bytes per parameter all there is?** `memlab.Meter` records each allocation of
 # real tensors. Eight equal weights, three implementations of the same AdamW.
 
+
 # %% id="step-peak-run"
 def adamw_step(**implementation):
     """The trace of one AdamW step, with gradients and moments already there."""
@@ -325,7 +346,11 @@ def adamw_step(**implementation):
     return meter.trace, 8 * numbers
 
 
-implementations = {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}
+implementations = {
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False},
+    "fused": {"fused": True},
+}
 step_peaks = {}
 for name, implementation in implementations.items():
     trace, numbers = adamw_step(**implementation)
@@ -344,6 +369,7 @@ assert [round(b, 1) for b in step_peaks.values()] == [20, 17.5, 16]
 # more peak memory than the for-loop version". So training with Adam takes 20 bytes per parameter at that moment, and if the batch is small, that is
 # the peak of the whole step.
 
+
 # %% id="phases-run"
 def trace_of(tokens):
     recipe = memlab.Recipe(precision="fp32", micro_batch=1, sequence=tokens)
@@ -356,8 +382,11 @@ for tokens, trace in ((128, short), (1024, long)):
     peaks = {phase: format_bytes(held) for phase, held in trace.phase_peaks().items() if phase != "setup"}
     print(f"{tokens:>5} tokens: peak in {trace.peak_phase:9} {peaks}")
 assert (short.peak_phase, long.peak_phase) == ("optimizer", "backward")
-waiting = [block for block in short.blocks() if block.consumer == "temporaries" and block.phase == "backward"]
-assert any(block.bytes == 4 * one_sequence.vocab * gpt2.hidden for block in waiting)  # the tied embedding's half
+embedding = 4 * one_sequence.vocab * one_sequence.hidden
+waiting = [
+    t for t in short.blocks() if (t.consumer, t.phase, t.bytes) == ("temporaries", "backward", embedding)
+]
+assert waiting[0].module == "head"  # the output layer's half of the tied gradient
 numbers = one_sequence.parameter_count
 print(f"20 B x {format_count(numbers)} parameters = {format_bytes(20 * numbers)}")
 plots.timeline(short)
@@ -381,9 +410,11 @@ plots.timeline(short)
 # `step_peak` predicts: bytes alive at the peak of an fp32 Adam step, gradients and moments included, within 1%. (In
 # the for-loop you may count what is left of the tensor before, or leave it out.)
 
+
 # %% id="ex-2-2" exercise="2.2"
 def measure_states(model, optimizer):
     """{"parameters": …, "gradients": …, "optimizer_states": …}: bytes held now, as ints."""
+
     # exercise 2.2
     ### BEGIN SOLUTION
     def total(tensors):
@@ -400,7 +431,7 @@ def measure_states(model, optimizer):
 
 
 def step_peak(sizes, implementation):
-    """Peak bytes of one fp32 Adam step over tensors with `sizes` elements ("foreach", "for-loop" or "fused")."""
+    """Peak bytes of an fp32 Adam step over tensors of `sizes` elements: "foreach", "for-loop" or "fused"."""
     # exercise 2.2
     ### BEGIN SOLUTION
     temporaries = {"foreach": sum(sizes), "for-loop": 2 * max(sizes), "fused": 0}
@@ -420,9 +451,10 @@ memlab.check("2.2", measure_states, step_peak)
 #
 # PyTorch lets you watch: `saved_tensors_hooks` calls a function of yours for each tensor that is kept.
 
+
 # %% id="saved-run"
 def watch(module, x):
-    """Runs `module` and returns its output and every tensor that autograd kept, as the hook was given it."""
+    """The output of `module(x)` and every tensor that autograd kept, as the hook was given it."""
     kept = []
 
     def pack(tensor):
@@ -446,18 +478,25 @@ class Add(nn.Module):
 
 
 operators = {
-    "Linear": nn.Linear(256, 256), "ReLU": nn.ReLU(), "GELU": nn.GELU(), "softmax": nn.Softmax(dim=-1), "tanh": nn.Tanh(),
-    "LayerNorm": nn.LayerNorm(256), "add, scale": Add(), "dropout, CPU": nn.Dropout(0.1), "dropout, as on CUDA": Native(),
+    "Linear": nn.Linear(256, 256),
+    "ReLU": nn.ReLU(),
+    "GELU": nn.GELU(),
+    "softmax": nn.Softmax(dim=-1),
+    "tanh": nn.Tanh(),
+    "LayerNorm": nn.LayerNorm(256),
+    "add, scale": Add(),
+    "dropout, CPU": nn.Dropout(0.1),
+    "dropout, as on CUDA": Native(),
 }
-print(f"{'operator':22}{'in inputs':>9}   keeps")
+print(f"{'operator':21}{'in inputs':>9}   keeps")
 for name, module in operators.items():
     x = torch.randn(64, 256, requires_grad=True)
     y, kept = watch(module, x)
     known = {x.data_ptr(): "its input", y.data_ptr(): "its output"}
-    known |= {p.data_ptr(): "(a parameter)" for p in module.parameters()}
+    known |= {p.data_ptr(): "a parameter" for p in module.parameters()}
     labels = [known.get(t.data_ptr(), f"{tuple(t.shape)} {str(t.dtype)[6:]}") for t in kept]
-    units = sum(t.nbytes for t, label in zip(kept, labels, strict=True) if label != "(a parameter)") / x.nbytes
-    print(f"{name:22}{units:>9.3f}   {', '.join(labels) or 'nothing'}")
+    size = sum(t.nbytes for t, label in zip(kept, labels, strict=True) if label != "a parameter")
+    print(f"{name:21}{size / x.nbytes:>9.3f}   {', '.join(labels) or 'nothing'}")
 
 # %% [markdown] id="saved-read"
 # So "every layer saves its input and its output" is nearly never what happens. A Linear keeps its input (its weight
@@ -480,11 +519,12 @@ told = [t for t in kept if t.data_ptr() not in parameters]
 with memlab.Meter(chain) as meter:
     y = chain(x)
 alive = meter.trace.consumers_at_peak()["activations"]
-print(f"the hook was given {len(told)} activations, {sum(t.nbytes for t in told) / (b * h * 4):.0f} x b*h*4 bytes")
-print(f"alive when backward begins: {alive / (b * h * 4):.0f} x b*h*4 bytes: the input and one tensor per layer")
+unit = b * h * 4
+print(f"the hook was given {len(told)} activations, {sum(t.nbytes for t in told) / unit:.0f} x b*h*4 bytes")
+print(f"alive when backward begins: {alive / unit:.0f} x b*h*4 bytes, the input and one tensor per layer")
 
-slice_of_it = torch.randn(1000, 1000)[:, :10]
-print(f"\na slice of shape {tuple(slice_of_it.shape)} keeps {format_bytes(slice_of_it.untyped_storage().nbytes())} alive")
+part = torch.randn(1000, 1000)[:, :10]
+print(f"\na slice of shape {tuple(part.shape)} keeps {format_bytes(part.untyped_storage().nbytes())} alive")
 
 # %% [markdown] id="shared-read"
 # A ReLU's output is the next Linear's input: two operators, one tensor, kept once. For a chain of Linear and ReLU the
@@ -502,9 +542,10 @@ print(f"\na slice of shape {tuple(slice_of_it.shape)} keeps {format_bytes(slice_
 # operator's own output, the graph holds the output and the output holds the graph, out of the garbage collector's
 # sight: it is never freed. For the same reason remember numbers in the hook, not tensors.
 
+
 # %% id="ex-2-3" exercise="2.3"
 def saved_bytes(module, *inputs):
-    """Bytes of the unique storages that autograd saves in `module(*inputs)`, parameters and buffers excluded."""
+    """Bytes of the unique storages that autograd saves in `module(*inputs)`, without parameters and buffers."""
     # exercise 2.3
     ### BEGIN SOLUTION
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
@@ -535,6 +576,7 @@ memlab.check("2.3", saved_bytes)
 # Here is a block in twenty lines: eager attention, dropout as on CUDA, 16 bit. The meter lists what is alive when it has
 # run, each tensor in bytes per element of the residual stream, that is, divided by $s \cdot b \cdot h$.
 
+
 # %% id="block-define"
 class Block(nn.Module):
     """A transformer block that writes out what it keeps. x: (b, s, h)."""
@@ -549,7 +591,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         b, s, h = x.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         scores = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1)  # (b, heads, s, s)
         attended = (self.drop(scores) @ v).transpose(1, 2).reshape(b, s, h)
         x = x + self.drop(self.out(attended))
@@ -557,7 +599,7 @@ class Block(nn.Module):
 
 
 def alive_after(h, heads, s, b, dtype):
-    """The blocks of memory alive after the forward of a Block on the meta device, without its parameters and output."""
+    """What is alive after a Block's forward on the meta device, without its parameters and its output."""
     with torch.device("meta"):
         block = Block(h, heads, dtype=dtype)
         x = torch.empty(b, s, h, dtype=dtype)
@@ -593,23 +635,25 @@ print(f"{'':68}{sum(t.bytes for t in kept) / element:>12.3f}")
 # That is the formula of Korthikanti et al. (2022, arXiv:2205.05198, section 4). What the table shows beyond it, a hundredth of a
 # byte, are the statistics of the norms.
 
+
 # %% id="block-check" claims="C0-05 C2-07"
 def element_bytes(s, h=h, heads=heads):
     return 34 + 5 * heads * s / h
 
 
-print(f"{'s':>5}{'counted, 24 layers':>22}{'34 + 5as/h':>14}{'counted in fp32 / one tensor per layer':>42}")
+print(f"{'s':>5}{'counted, 24 layers':>20}{'34 + 5as/h':>13}{'fp32, counted / one tensor per layer':>40}")
 for s in (128, 256, 512):
     counted = 24 * sum(t.bytes for t in alive_after(h, heads, s, b, torch.bfloat16))
     formula = 24 * element_bytes(s) * s * b * h
     in_fp32 = sum(t.bytes for t in alive_after(h, heads, s, b, torch.float32)) / (4 * s * b * h)
-    print(f"{s:>5}{format_gb(counted):>22}{format_gb(round(formula)):>14}{in_fp32:>42.1f}")
+    print(f"{s:>5}{format_gb(counted):>20}{format_gb(round(formula)):>13}{in_fp32:>40.1f}")
     assert abs(counted / formula - 1) < 0.003
 
 gpt3_block = element_bytes(2048, 12288, 96)
 print(f"\nGPT-3: {gpt3_block:.0f} B per element instead of 2, {gpt3_block / 2:.0f} times as much")
-print(f"GPT-3, 96 layers, one sequence of 2048: {format_gb(int(gpt3_block * 2048 * 12288 * 96))} of activations")
-print(f"by one 16-bit tensor per layer: {format_gb(2 * 2048 * 12288 * 96)}")
+elements = 2048 * 12288 * 96  # one sequence, all layers
+print(f"GPT-3, one sequence of 2048: {format_gb(round(gpt3_block * elements))} of activations, ", end="")
+print(f"{format_gb(2 * elements)} by one 16-bit tensor per layer")
 
 # %% [markdown] id="block-levers" claims="C2-05 C2-08"
 # The estimate with one tensor per layer is 21 to 57 times too low, and the factor isn't a constant: it grows with the
@@ -620,8 +664,8 @@ print(f"by one 16-bit tensor per layer: {format_gb(2 * 2048 * 12288 * 96)}")
 # %% id="levers-run"
 for layers, width in ((24, 1024), (6, 2048)):
     counted = layers * sum(t.bytes for t in alive_after(width, width // 64, 512, 8, torch.bfloat16))
-    print(f"{layers:>2} layers of {width}: {format_count(12 * layers * width**2)} parameters, ", end="")
-    print(f"{format_gb(counted)} of activations")
+    numbers = format_count(12 * layers * width**2)
+    print(f"{layers:>2} layers of {width}: {numbers} parameters, {format_gb(counted)} of activations")
 
 
 def saved_by_attention(attend, s):
@@ -636,7 +680,7 @@ s = lab.pick(smallest=512, normal=4096)
 eager, _ = saved_by_attention(lambda q, k, v: torch.softmax(q @ k.mT / 8, dim=-1) @ v, s)
 fused, _ = saved_by_attention(F.scaled_dot_product_attention, s)
 print(f"\none head of 64, {s} tokens, fp32: eager keeps {format_bytes(eager)}, ", end="")
-print(f"scaled_dot_product_attention {format_bytes(fused)} (in both: its output, {format_bytes(4 * 64 * s)})")
+print(f"scaled_dot_product_attention {format_bytes(fused)} (output included: {format_bytes(4 * 64 * s)})")
 
 # %% [markdown] id="levers-read"
 # Deep and narrow keeps twice as much as shallow and wide, at the same number of parameters. And the scores needn't be
@@ -645,6 +689,7 @@ print(f"scaled_dot_product_attention {format_bytes(fused)} (in both: its output,
 
 # %% [markdown] id="ex-2-4-text"
 # **Exercise 2.4** (2 points). The formula for $L$ blocks, in bytes: 16 bit, dropout, eager attention.
+
 
 # %% id="ex-2-4" exercise="2.4"
 def act_bytes(s, b, h, a, L):
@@ -673,7 +718,14 @@ memlab.check("2.4", act_bytes)
 # %% id="predict-run"
 layers, width, vocab = lab.pick(smallest=(2, 256, 5_000), normal=(6, 384, 8_000))
 mini = replace(
-    gpt2, name="gpt2-mini", layers=layers, hidden=width, heads=width // 64, kv_heads=width // 64, ffn=4 * width, vocab=vocab
+    gpt2,
+    name="gpt2-mini",
+    layers=layers,
+    hidden=width,
+    heads=width // 64,
+    kv_heads=width // 64,
+    ffn=4 * width,
+    vocab=vocab,
 )
 comparison = memlab.compare(mini, precision="fp32", micro_batch=1, sequence=128)
 print(comparison)
@@ -685,11 +737,13 @@ print(comparison)
 # %% id="gap-run"
 rule = 20 * mini.parameter_count
 peak = comparison.measured.peak_bytes
-print(f"20 B x {format_count(mini.parameter_count)} = {format_bytes(rule)}, measured {format_bytes(peak)}: {peak - rule:,} B more")
+print(f"20 B x {format_count(mini.parameter_count)} = {format_bytes(rule)}, ", end="")
+print(f"measured {format_bytes(peak)}: {peak - rule:,} B more")
 alive = comparison.measured.at_peak()
 rest = [block for block in alive if block.consumer == "activations"]
 for block in rest:
-    print(f"{block.bytes:>12,} B  {block.shape!s:14} {block.dtype:9} made by {block.operator}, {block.module or 'the training loop'}")
+    where = block.module or "the training loop"
+    print(f"{block.bytes:>12,} B  {block.shape!s:12} {block.dtype:8} by {block.operator}, {where}")
 counters = [block for block in alive if block.consumer == "optimizer_states" and block.shape == ()]
 print(f"{4 * len(counters):>12,} B  AdamW's {len(counters)} step counters")
 assert comparison.measured.peak_phase == "optimizer"
@@ -720,23 +774,36 @@ assert peak - rule == sum(block.bytes for block in rest + counters)
 # %% id="published-run"
 reported = {row["id"]: row for row in published.measurements()}
 llama_1b = replace(  # config.json of meta-llama/Llama-3.2-1B
-    models.model("llama3-8b"), name="llama3.2-1b", layers=16, hidden=2048, head_dim=64, ffn=8192, tied=True
+    models.model("llama3-8b"),
+    name="llama3.2-1b",
+    layers=16,
+    hidden=2048,
+    head_dim=64,
+    ffn=8192,
+    tied=True,
 )
 largest = max(p.count for p in llama.parameters())
 eight_bit = 8 - 2 * (1 + 4 / 256)  # bytes per parameter that 8-bit AdamW saves
 bert_large = models.model("bert-large").parameter_count
-rows = (
-    ("Linear 1024 x 1024, 100 times", 4 * (1024**2 + 1024 + 101 * 10_240 * 1024), reported[223]["value"] * 2**20, 223),
-    ("Llama-3.2-1B, AMP, foreach", 20 * llama_1b.parameter_count, reported[10]["value"] * GB, 10),
-    ("Llama-2-7B, bf16, for-loop", 8 * llama.parameter_count + 2 * 2 * largest, reported[173]["value"] * GB, 173),
-    ("ViT-H, AdamW - 8-bit AdamW", eight_bit * 630e6, (reported[208]["value"] - reported[209]["value"]) * GB, 208),
-    ("BERT-large, the same", eight_bit * bert_large, (reported[101]["value"] - reported[108]["value"]) * 2**20, 101),
+predicted = {
+    "Linear 1024 x 1024, 100 times": 4 * (1024**2 + 1024 + 101 * 10_240 * 1024),
+    "Llama-3.2-1B, AMP, foreach": 20 * llama_1b.parameter_count,
+    "Llama-2-7B, bf16, for-loop": 8 * llama.parameter_count + 2 * 2 * largest,
+    "ViT-H, AdamW - 8-bit AdamW": eight_bit * 630e6,
+    "BERT-large, the same": eight_bit * bert_large,
+}
+found = (
+    (reported[223]["value"] * 2**20, 223),
+    (reported[10]["value"] * GB, 10),
+    (reported[173]["value"] * GB, 173),
+    ((reported[208]["value"] - reported[209]["value"]) * GB, 208),
+    ((reported[101]["value"] - reported[108]["value"]) * 2**20, 101),
 )
-print(f"{'what':32}{'predicted':>12}{'published':>12}{'residual':>10}   source")
-for what, predicted, value, number in rows:
-    residual = f"{value / predicted - 1:+.1%}"
-    print(f"{what:32}{format_gb(round(predicted)):>12}{format_gb(round(value)):>12}{residual:>10}   {reported[number]['source'][:44]}")
-assert rows[0][1] == rows[0][2]
+print(f"{'what':32}{'predicted':>10}{'published':>11}{'residual':>10}   source")
+for (what, expected), (value, row) in zip(predicted.items(), found, strict=True):
+    sizes = f"{format_gb(round(expected)):>10}{format_gb(round(value)):>11}{value / expected - 1:>+10.1%}"
+    print(f"{what:32}{sizes}   {reported[row]['source'][:32]}")
+assert found[0][0] == predicted["Linear 1024 x 1024, 100 times"]
 
 # %% [markdown] id="published-read"
 # The first is exact to the byte. The others come from libraries, models and versions that we didn't run; the last one is from
@@ -782,6 +849,7 @@ for count in (35, 128, 512, 1024, 4096):
 
 # %% [markdown] id="ex-2-5-text"
 # **Exercise 2.5** (2 points). Both as functions, for any model and card.
+
 
 # %% id="ex-2-5" exercise="2.5"
 def min_cards(parameters, bytes_per_parameter, card_bytes):
@@ -852,13 +920,15 @@ widgets.four_consumers(model="gpt2", gpu="T4")
 # * Memory sets the least number of cards, arithmetic the number you need.
 
 # %% id="wall-run"
-lab.headline("peak of the opening step", step.peak_bytes, "B", "GPT-2, batch 8 x 1024, fp32, eager: allocated by tensors, traced")
+opening = f"GPT-2, batch {batch} x 1024, fp32, eager attention: all live tensors, traced"
+lab.headline("peak of the opening step", step.peak_bytes, "B", opening)
 lab.headline("the weights' share of it", weights / step.peak_bytes, "", "fp32 weights / that peak")
-lab.headline("Adam step, foreach", step_peaks["foreach"], "B per parameter", "weights, gradients, moments, temporaries; measured")
-lab.headline("Adam step, fused", step_peaks["fused"], "B per parameter", "the same step, fused; measured")
+held = "weights, gradients, moments and temporaries at the peak of step(), measured"
+lab.headline("AdamW step, foreach", step_peaks["foreach"], "B per parameter", held)
+lab.headline("AdamW step, fused", step_peaks["fused"], "B per parameter", held)
 lab.headline("GPT-3's block", gpt3_block, "B per element", "activations kept, 16 bit, eager, 2048 tokens")
-assert round(16 * llama.parameter_count / 1e9) == 108
-assert [round(16 * 1.3, 1), round(20 * 1.3, 1), round(10 * 1.3), round(8 * 1.3, 1)] == [20.8, 26.0, 13, 10.4]
+assert round(16 * llama.parameter_count / 1e9) == 108  # the summary's and the written answer's numbers
+assert [round(1.3 * b, 1) for b in (16, 20, 10, 8)] == [20.8, 26.0, 13.0, 10.4]
 memlab.progress()
 
 # %% [markdown] id="read-on"
