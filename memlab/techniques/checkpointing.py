@@ -299,6 +299,10 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     (Compiled code and double backward know no such difference: all is `backward`.) Views aren't counted.
     """
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile does nothing inside the mode
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.forward: Counter[str] = Counter()
