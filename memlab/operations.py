@@ -1,0 +1,690 @@
+"""The models as lists of operations: what each makes, what autograd saves of it, and why. No torch.
+
+This is `nets` written down a second time. `Program(config, recipe, device).units` holds the operations of
+one forward pass in order; `walk` goes through them. Equal blocks stand here once, with the number of times
+they are repeated.
+
+Sources: PyTorch's derivatives.yaml (what is saved), the operator lists of autocast, and for what CUDA's
+kernels allocate beside that aten/native/cuda/SoftMax.cu and flash_attn's mha_bwd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from memlab.models import ConvConfig, TransformerConfig
+from memlab.recipe import Recipe
+from memlab.units import DTYPE_BYTES
+
+
+class Store:
+    """Memory of one tensor: alive while `refs` (users to come, saved by, held by) is above 0."""
+
+    __slots__ = ("bytes", "consumer", "dtype", "name", "refs", "saved", "shape", "why")
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self.bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        self.refs = 0
+        self.saved = False
+        self.consumer = "temporaries"
+        self.why = ""
+
+
+class Value:
+    """A tensor as an operation sees it: a shape of its own, and a store that views share."""
+
+    __slots__ = ("bytes", "dtype", "key", "shape", "store")
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, store: Store, key: object = None) -> None:
+        self.shape, self.dtype, self.store = shape, dtype, store
+        self.bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        self.key = key or self  # whose gradient it is: a reshaped tensor has that of the original
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One operation. Backward makes a gradient for each of `grads`, or `passes` its own on (addition).
+
+    `slices`: the gradients are views of the incoming one (concatenation).
+    `params`: (name, values) of the weights it gives gradients to, in `param_dtype`; `casts`: autocast's
+    16-bit copies. `linear`: what `selective` checkpointing keeps.
+    """
+
+    name: str
+    ins: list[Value]
+    outs: list[Value]
+    saves: list[Store]
+    made: list[Store]  # stores that begin here: results that aren't views, statistics, masks
+    grads: list[Value]
+    passes: bool = False
+    slices: bool = False
+    scratch: int = 0  # bytes inside the forward
+    back: int = 0  # bytes inside the backward
+    params: list[tuple[str, int]] = field(default_factory=list)
+    param_dtype: str = "fp32"
+    casts: list[Store] = field(default_factory=list)
+    linear: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Operations that are checkpointed as a whole or not at all; `times` equal ones stand in a row."""
+
+    label: str
+    ops: list[Op]
+    entry: Value | None
+    exit: Value
+    times: int = 1
+    blocks: int = 1  # that it consists of
+    checkpointed: bool = False
+    held: list[Store] = field(default_factory=list)  # other arguments that a checkpoint keeps
+
+
+class Tape:
+    """Writes down operations with their shapes, in the dtypes that the recipe's precision gives them."""
+
+    def __init__(self, recipe: Recipe, device: str) -> None:
+        self.recipe, self.device = recipe, device
+        self.compute, self.stored = recipe.compute_dtype, recipe.parameter_dtype
+        self.cuda = device == "cuda"
+        self.ops: list[Op] = []
+        self.where = ""
+
+    def store(self, name: str, shape: tuple[int, ...], dtype: str) -> Store:
+        return Store(f"{self.where}{name}", shape, dtype)
+
+    def op(
+        self,
+        name: str,
+        ins: Sequence[Value],
+        shape: tuple[int, ...],
+        dtype: str,
+        *,
+        saves: Sequence[Value | Store] = (),
+        result: bool = False,
+        extra: Sequence[Store] = (),
+        inplace: Value | None = None,
+        why: str = "",
+        **rest: Any,
+    ) -> Value:
+        """An operation with one result; it saves `saves`, the result if `result`, and `extra`, made by it."""
+        store = inplace.store if inplace else self.store(name, shape, dtype)
+        out = Value(shape, dtype, store)
+        kept = [s.store if isinstance(s, Value) else s for s in saves]
+        if result:
+            kept.append(store)
+        kept += extra
+        for one in kept:
+            one.saved = True
+            one.why = one.why or why or f"{name}: its backward needs it"
+        made = [*extra] if inplace else [store, *extra]
+        grads = rest.pop("grads", list(ins))
+        self.ops.append(Op(self.where + name, list(ins), [out], kept, made, list(grads), **rest))
+        return out
+
+    def view(self, x: Value, shape: tuple[int, ...]) -> Value:
+        """The same tensor under another shape: nothing is made, nor is its gradient."""
+        return Value(shape, x.dtype, x.store, x.key)
+
+    def make(self, stores: list[Store], name: str) -> None:
+        """Constants of a block, without a gradient."""
+        self.ops.append(Op(self.where + name, [], [], [], stores, []))
+
+    def keep(self, x: Value) -> None:
+        """The last operation's result replaces the variable that holds `x`: `x` lives till then."""
+        self.ops[-1].ins.append(x)
+
+    def unit(self, label: str, entry: Value | None, exit: Value, **rest: Any) -> Unit:
+        ops, self.ops = self.ops, []
+        return Unit(label, ops, entry, exit, **rest)
+
+    # operations that several models use
+
+    def cast(self, x: Value, dtype: str, name: str) -> Value:
+        if x.dtype == dtype:
+            return x
+        return self.op(name, [x], x.shape, dtype)
+
+    def autocast(self, x: Value, name: str) -> Value:
+        """What a linear layer or convolution reads: a 16-bit copy under autocast."""
+        return self.cast(x, self.compute, f"{name} input in {self.compute}")
+
+    def weights(
+        self, op: dict[str, Any], name: str, weight: tuple[int, ...], bias: tuple[int, ...] | None
+    ) -> None:
+        """Parameters of a matrix product: their gradients, and autocast's copies of them."""
+        names = [("weight", weight)] + ([("bias", bias)] if bias else [])
+        op["params"] = [(f"{self.where}{name}.{kind}", math.prod(shape)) for kind, shape in names]
+        op["param_dtype"] = self.compute
+        if self.compute != self.stored and not streams(self.recipe):
+            op["casts"] = [
+                self.store(f"{name}.{kind} in {self.compute}", s, self.compute) for kind, s in names
+            ]
+
+    def linear(self, x: Value, out: int, name: str, bias: bool = True) -> Value:
+        x = self.autocast(x, name)
+        rest: dict[str, Any] = {"linear": True}
+        self.weights(rest, name, (out, x.shape[-1]), (out,) if bias else None)
+        return self._product(x, (*x.shape[:-1], out), name, rest)
+
+    def conv(self, x: Value, shape: tuple[int, ...], name: str, weight: tuple[int, ...], bias: bool) -> Value:
+        rest: dict[str, Any] = {"grads": []} if x.store.name == "images" else {}
+        x = self.autocast(x, name)
+        self.weights(rest, name, weight, (weight[0],) if bias else None)
+        return self._product(x, shape, name, rest)
+
+    def _product(self, x: Value, shape: tuple[int, ...], name: str, rest: dict[str, Any]) -> Value:
+        kept: list[Value | Store] = [x]
+        if rest.get("casts"):
+            kept.append(rest["casts"][0])
+            rest["casts"][0].why = f"{name}: the gradient of its input needs the weight that was used"
+        return self.op(
+            f"{name} output", [x], shape, self.compute, saves=kept,
+            why=f"{name}: the gradient of its weight needs its input", **rest,
+        )  # fmt: skip
+
+    def layernorm(self, x: Value, name: str) -> Value:
+        statistic = "fp32" if self.cuda else x.dtype
+        rows = (*x.shape[:-1], 1)
+        extra = [self.store(f"{name} {what}", rows, statistic) for what in ("mean", "rstd")]
+        width = x.shape[-1]
+        return self.op(
+            f"{name} output", [x], x.shape, x.dtype, saves=[x], extra=extra, param_dtype=self.stored,
+            params=[(f"{self.where}{name}.weight", width), (f"{self.where}{name}.bias", width)],
+            why=f"{name}: its backward needs its input and its statistics",
+        )  # fmt: skip
+
+    def rmsnorm(self, x: Value, name: str) -> Value:
+        """Written out, in fp32: x, 1/rms and the normalized value are saved."""
+        x32 = self.cast(x, "fp32", f"{name} input in fp32")
+        rows = (*x.shape[:-1], 1)
+        rms = self.op(
+            f"{name} 1/rms",
+            [x32],
+            rows,
+            "fp32",
+            saves=[x32],
+            result=True,
+            scratch=x32.bytes,
+            back=3 * x32.bytes,
+        )
+        normal = self.op(f"{name} normalized", [x32, rms], x.shape, "fp32", saves=[x32, rms], back=x32.bytes)
+        normal = self.cast(normal, x.dtype, f"{name} normalized in {x.dtype}")
+        return self.op(
+            f"{name} output", [normal], x.shape, x.dtype, saves=[normal], back=normal.bytes,
+            params=[(f"{self.where}{name}.weight", x.shape[-1])], param_dtype=self.stored,
+            why=f"{name}: the gradient of its weight needs the normalized input",
+        )  # fmt: skip
+
+    def dropout(self, x: Value, name: str) -> Value:
+        if self.recipe.dropout == 0:
+            return x
+        mask = self.store(f"{name} dropout mask", x.shape, "bool" if self.cuda else x.dtype)
+        return self.op(
+            f"{name} after dropout", [x], x.shape, x.dtype, extra=[mask], why="dropout: which were kept"
+        )
+
+    def add(self, x: Value, y: Value, name: str, inplace: bool = False) -> Value:
+        """The wider dtype wins. Nothing is saved; both get the same gradient (summed or cast if need be)."""
+        dtype = "fp32" if "fp32" in (x.dtype, y.dtype) else x.dtype
+        return self.op(name, [x, y], x.shape, dtype, passes=True, inplace=x if inplace else None)
+
+    def copy(self, x: Value, name: str, shape: tuple[int, ...] | None = None) -> Value:
+        return self.op(name, [x], shape or x.shape, x.dtype, passes=True)
+
+    def split(self, x: Value, parts: int, name: str) -> list[Value]:
+        """Equal views along the last axis; backward puts their gradients together in a new tensor."""
+        shape = (*x.shape[:-1], x.shape[-1] // parts)
+        outs = [Value(shape, x.dtype, x.store) for _ in range(parts)]
+        self.ops.append(Op(self.where + name, [x], outs, [], [], [x]))
+        return outs
+
+    def relu(self, x: Value, name: str) -> Value:
+        why = "relu: its backward needs its result"
+        return self.op(f"{name} after relu", [x], x.shape, x.dtype, inplace=x, result=True, why=why)
+
+    # attention
+
+    def attention(self, q: Value, k: Value, v: Value, heads: int, causal: Store | None) -> Value:
+        """q, k, v (B, T, heads * D) of `heads` and fewer heads -> (B, T, heads * D)."""
+        r = self.recipe
+        if k.bytes < q.bytes and (r.attention == "eager" or q.dtype == "fp32"):
+            k, v = (self._repeat(x, q, name) for x, name in ((k, "keys"), (v, "values")))
+        batch, tokens, width = q.shape
+        scores = (batch, heads, tokens, tokens)
+        if r.attention == "eager":
+            return self._eager(q, k, v, scores, causal)
+        if r.dropout > 0 and not self.cuda:
+            return self._math(q, k, v, scores)
+        lse = self.store("attn log-sum-exp", (batch, heads, tokens), "fp32")
+        back = 0
+        if self.cuda and q.dtype != "fp32":
+            # flash_attn's mha_bwd: an fp32 accumulator for dQ, a row sum; dK and dV of all heads if they
+            # are shared
+            back = batch * tokens * (width + heads) * 4 + (2 * q.bytes if k.bytes < q.bytes else 0)
+        return self.op(
+            "attn output", [q, k, v], q.shape, q.dtype, saves=[q, k, v], result=True, extra=[lse], back=back,
+            linear=True, why="fused attention: its backward computes the scores again from these",
+        )  # fmt: skip
+
+    def _repeat(self, x: Value, like: Value, name: str) -> Value:
+        return self.op(f"{name} repeated for every head", [x], like.shape, x.dtype)
+
+    def _per_head(self, x: Value, name: str, repeated: bool) -> Value:
+        """Batched products want (B * heads, ...) in one piece: a copy, unless B is 1 or it is so already."""
+        return x if x.shape[0] == 1 or repeated else self.copy(x, f"{name} copied per head")
+
+    def _eager(self, q: Value, k: Value, v: Value, scores: tuple[int, ...], causal: Store | None) -> Value:
+        repeated = "repeated" in k.store.name
+        shape, dtype = q.shape, q.dtype
+        q = self._per_head(q, "queries", False)
+        k = self._per_head(k, "keys", repeated)
+        why = "matrix product: each factor's gradient needs the other"
+        x = self.op("scores", [q, k], scores, dtype, saves=[q, k], why=why)
+        x = self.op("scaled scores", [x], scores, dtype)
+        if causal is not None:
+            x = self.op("masked scores", [x], scores, dtype, saves=[causal])
+        if self.cuda and self.recipe.autocast:
+            x = self.cast(x, "fp32", "scores in fp32")
+        # CUDA's softmax backward multiplies gradient and result first (aten/native/cuda/SoftMax.cu)
+        back = math.prod(scores) * DTYPE_BYTES[x.dtype] if self.cuda else 0
+        why_softmax = "softmax: its backward needs its result"
+        x = self.op("attention weights", [x], scores, x.dtype, result=True, back=back, why=why_softmax)
+        x = self.dropout(x, "attention weights")
+        x = self.cast(x, dtype, f"attention weights in {dtype}")
+        v = self._per_head(v, "values", repeated)
+        x = self.op("attn output per head", [x, v], shape, dtype, saves=[x, v], why=why)
+        return self.copy(x, "attn output")
+
+    def _math(self, q: Value, k: Value, v: Value, scores: tuple[int, ...]) -> Value:
+        """What the CPU's SDPA does with dropout: the scores are stored, in fp32."""
+        shape, dtype = q.shape, q.dtype
+        q, k, v = (
+            self.cast(x, "fp32", f"{n} in fp32") for x, n in ((q, "queries"), (k, "keys"), (v, "values"))
+        )
+        q, k = (self.op(f"{n} scaled", [x], x.shape, "fp32") for x, n in ((q, "queries"), (k, "keys")))
+        q, k = self._per_head(q, "queries", False), self._per_head(k, "keys", False)
+        why = "matrix product: each factor's gradient needs the other"
+        x = self.op("scores", [q, k], scores, "fp32", saves=[q, k], why=why)
+        x = self.op(
+            "attention weights",
+            [x],
+            scores,
+            "fp32",
+            result=True,
+            why="softmax: its backward needs its result",
+        )
+        x = self.dropout(x, "attention weights")
+        v = self._per_head(v, "values", False)
+        x = self.op("attn output per head", [x, v], shape, "fp32", saves=[x, v], why=why)
+        return self.copy(self.cast(x, dtype, f"attn output in {dtype}"), "attn output")
+
+    # the loss
+
+    def loss(self, logits: Value) -> Unit:
+        """Cross entropy in fp32 over (N, classes)."""
+        self.where = "loss."
+        fp32 = x = self.cast(logits, "fp32", "logits in fp32")
+        x = self.op(
+            "log-softmax", [x], x.shape, "fp32", result=True, why="log-softmax: its backward needs it"
+        )
+        weight = self.store("total weight", (), "fp32")
+        loss = self.op("mean", [x], (), "fp32", saves=[x], extra=[weight])
+        self.keep(fp32)
+        loss.store.saved, loss.store.why = True, "the script's variable `loss`"
+        return self.unit("loss", logits, loss)
+
+
+# -- the models as operations
+# ----------------------------------------------------------------------------------
+
+
+def streams(recipe: Recipe) -> bool:
+    """Are whole weights on the GPU only while a block uses them (ZeRO-3, offloaded parameters)?"""
+    return recipe.zero_stage == 3 or recipe.offloaded("parameters") is not None
+
+
+class Program:
+    """A model's units in forward order, its logits, and tensors that belong to the whole forward."""
+
+    def __init__(self, config: TransformerConfig | ConvConfig, recipe: Recipe, device: str) -> None:
+        self.config, self.recipe = config, recipe
+        self.tape = Tape(recipe, device)
+        self.units: list[Unit] = []
+        self.batch: list[Store] = []
+        self.shared: list[Store] = []  # angles and mask: made once per forward
+        if isinstance(config, TransformerConfig):
+            self._transformer(config)
+        else:
+            self._convnet(config)
+
+    def _append(self, label: str, entry: Value | None, exit: Value, **rest: Any) -> Value:
+        self.units.append(self.tape.unit(label, entry, exit, **rest))
+        return exit
+
+    def _finish(self, logits: Value) -> None:
+        logits.store.saved, logits.store.why = True, "the script's variable `logits`"
+        self.logits = logits.store
+        self.seed = Store("gradient of the loss", (), "fp32")
+        self.seed.why = "where backward starts: 1"
+        self.units.append(self.tape.loss(logits))
+        self.variables = [self.logits, self.units[-1].exit.store]
+        if self.recipe.accumulation > 1:
+            self.variables.append(Store("loss / accumulation", (), "fp32"))
+
+    # transformers
+
+    def _transformer(self, c: TransformerConfig) -> None:
+        r, tape = self.recipe, self.tape
+        batch, tokens, share = r.micro_batch, r.sequence or c.context, r.tensor_parallel
+        self.rows = (batch, tokens)
+        self.width, self.kv_width = c.heads * c.head_dim // share, c.kv_heads * c.head_dim // share
+        self.heads, self.ffn, self.vocab = c.heads // share, c.ffn // share, math.ceil(c.vocab / share)
+        self.batch = [Store("tokens", self.rows, "int64")]
+        targets = (batch,) if c.family == "bert" else self.rows
+        self.batch.append(Store("targets", targets, "int64"))
+        self.angles: list[Store] = []
+        self.mask = None
+        if c.positions == "rope":
+            self.angles = [Store(f"rope {f}", (tokens, c.head_dim), "fp32") for f in ("cos", "sin")]
+        if r.attention == "eager" and c.causal:
+            self.mask = Store("causal mask", (tokens, tokens), "bool")
+        self.shared = [*self.angles, *([self.mask] if self.mask else [])]
+
+        x = self._append("embed", None, self._embed(c))
+        for count, times in _repeats(c.layers, r):
+            x = self._segment(c, x, count, times)
+        tape.where = ""
+        if c.family == "bert":
+            first = tape.op("first token", [x], (batch, c.hidden), x.dtype, passes=True, inplace=x)
+            y = tape.linear(first, c.hidden, "pooler")
+            logits = tape.op(
+                "pooled", [y], y.shape, y.dtype, result=True, why="tanh: its backward needs its result"
+            )
+        else:
+            y = tape.layernorm(x, "norm") if c.norm == "layernorm" else tape.rmsnorm(x, "norm")
+            name = "embed.token" if c.tied else "head"
+            logits = tape.linear(y, self.vocab, name, bias=False)
+            logits.store.name = "logits"
+        self._finish(self._append("head", x, logits))
+
+    def _embed(self, c: TransformerConfig) -> Value:
+        tape, h = self.tape, c.hidden
+        tape.where = "embed."
+
+        def look_up(name: str, table: int, rows: tuple[int, ...], index: Store | None) -> Value:
+            saves: list[Value | Store] = [self.batch[0]] if index is None else []
+            return tape.op(
+                f"{name} output", [], (*rows, h), tape.stored, saves=saves, extra=[index] if index else [],
+                params=[(f"embed.{name}.weight", table * h)], param_dtype=tape.stored,
+                why="embedding: its backward needs the indices",
+            )  # fmt: skip
+
+        x = look_up("token", self.vocab, self.rows, None)
+        if c.positions == "learned":
+            index = tape.store("positions", self.rows[1:], "int64")
+            x = tape.add(x, look_up("position", c.context, self.rows[1:], index), "token + position")
+        if c.type_vocab:
+            index = tape.store("types", self.rows, "int64")
+            x = tape.add(x, look_up("type", c.type_vocab, self.rows, index), "token + position + type")
+        if c.family == "bert":
+            x = tape.layernorm(x, "norm")
+        return tape.dropout(x, "embedding")
+
+    def _segment(self, c: TransformerConfig, x: Value, count: int, times: int) -> Value:
+        """`count` blocks that are checkpointed together (or one), standing for `times` such segments."""
+        entry = x
+        self.tape.where = "blocks.*."
+        angles = self.angles
+        for _ in range(count):
+            x = {"gpt2": self._gpt2, "bert": self._bert, "llama": self._llama}[c.family](c, x, angles)
+        checkpointed = self.recipe.checkpointing != "none"
+        held = self.shared if checkpointed else []
+        return self._append(
+            "block", entry, x, times=times, blocks=count, checkpointed=checkpointed, held=held
+        )
+
+    def _mlp(self, x: Value, h: int) -> Value:
+        tape = self.tape
+        x = tape.linear(x, self.ffn, "mlp.up")
+        x = tape.op("gelu", [x], x.shape, x.dtype, saves=[x], why="gelu: its backward needs its input")
+        return tape.linear(x, h, "mlp.down")
+
+    def _gpt2(self, c: TransformerConfig, x: Value, angles: object) -> Value:
+        tape = self.tape
+        y = tape.linear(tape.layernorm(x, "norm1"), 3 * self.width, "attn.qkv")
+        q, k, v = tape.split(y, 3, "queries, keys, values")
+        y = tape.linear(tape.attention(q, k, v, self.heads, self.mask), c.hidden, "attn.out")
+        x = tape.add(x, tape.dropout(y, "attn.out"), "residual 1")
+        y = tape.dropout(self._mlp(tape.layernorm(x, "norm2"), c.hidden), "mlp.down")
+        return tape.add(x, y, "residual 2")
+
+    def _bert(self, c: TransformerConfig, x: Value, angles: object) -> Value:
+        tape = self.tape
+        q, k, v = (tape.linear(x, self.width, f"attn.{name}") for name in ("query", "key", "value"))
+        y = tape.linear(tape.attention(q, k, v, self.heads, None), c.hidden, "attn.out")
+        x = tape.layernorm(tape.add(x, tape.dropout(y, "attn.out"), "residual 1"), "norm1")
+        y = tape.dropout(self._mlp(x, c.hidden), "mlp.down")
+        return tape.layernorm(tape.add(x, y, "residual 2"), "norm2")
+
+    def _llama(self, c: TransformerConfig, x: Value, angles: Sequence[Store]) -> Value:
+        tape = self.tape
+        y = tape.rmsnorm(x, "norm1")
+        q = tape.linear(y, self.width, "attn.query", c.qkv_bias)
+        k, v = (tape.linear(y, self.kv_width, f"attn.{name}", c.qkv_bias) for name in ("key", "value"))
+        if q.dtype != "fp32":
+            angles = [tape.store(f"{angle.name} in {q.dtype}", angle.shape, q.dtype) for angle in angles]
+            tape.make(angles, "rotary angles")
+        q, k = self._rotate(q, angles, "queries"), self._rotate(k, angles, "keys")
+        y = tape.linear(tape.attention(q, k, v, self.heads, self.mask), c.hidden, "attn.out", bias=False)
+        x = tape.add(x, y, "residual 1")
+        y = tape.rmsnorm(x, "norm2")
+        gate = tape.linear(y, self.ffn, "mlp.gate", bias=False)
+        gate = tape.op(
+            "silu", [gate], gate.shape, gate.dtype, saves=[gate], why="silu: its backward needs its input"
+        )
+        up = tape.linear(y, self.ffn, "mlp.up", bias=False)
+        why = "product: each factor's gradient needs the other"
+        y = tape.op("silu(gate) * up", [gate, up], up.shape, up.dtype, saves=[gate, up], why=why)
+        return tape.add(x, tape.linear(y, c.hidden, "mlp.down", bias=False), "residual 2")
+
+    def _rotate(self, x: Value, angles: Sequence[Store], name: str) -> Value:
+        tape = self.tape
+        cos, sin = angles
+        why = "rotary positions: the gradient of queries and keys needs the angles"
+        half = (*x.shape[:-1], x.shape[-1] // 2)
+        straight = tape.op(f"{name} * cos", [x], x.shape, x.dtype, saves=[cos], why=why)
+        low, high = tape.split(x, 2, f"halves of {name}")
+        high = tape.op(f"second half of -{name}", [high], half, x.dtype)
+        turned = Value(x.shape, x.dtype, tape.store(f"{name} turned", x.shape, x.dtype))
+        tape.ops.append(
+            Op(
+                tape.where + turned.store.name,
+                [high, low],
+                [turned],
+                [],
+                [turned.store],
+                [high, low],
+                slices=True,
+            )
+        )
+        turned = tape.op(f"{name} turned * sin", [turned], x.shape, x.dtype, saves=[sin], why=why)
+        return tape.add(straight, turned, f"{name} with positions")
+
+    # convolutional networks
+
+    def _convnet(self, c: ConvConfig) -> None:
+        r = self.recipe
+        size = r.image or c.image
+        images = Store("images", (r.micro_batch, c.channels, size, size), r.parameter_dtype)
+        self.batch = [images, Store("targets", (r.micro_batch,), "int64")]
+        x = Value(images.shape, images.dtype, images)
+        walk = {"lenet": self._lenet, "alexnet": self._alexnet, "vgg": self._vgg,
+                "resnet": self._resnet, "densenet": self._densenet}[c.family]  # fmt: skip
+        self._finish(walk(c, x))
+
+    def _conv(
+        self,
+        x: Value,
+        out: int,
+        kernel: int,
+        name: str,
+        stride: int = 1,
+        padding: int = 0,
+        bias: bool = False,
+    ) -> Value:
+        batch, inside, rows, columns = x.shape
+        size = [(n + 2 * padding - kernel) // stride + 1 for n in (rows, columns)]
+        return self.tape.conv(x, (batch, out, *size), name, (out, inside, kernel, kernel), bias)
+
+    def _norm(self, x: Value, name: str) -> Value:
+        tape, width = self.tape, x.shape[1]
+        extra = [tape.store(f"{name} {what}", (width,), "fp32") for what in ("mean", "1/std")]
+        if tape.stored != "fp32":
+            extra += [tape.store(f"{name}.weight in fp32", (width,), "fp32")]
+        return tape.op(
+            f"{name} output", [x], x.shape, x.dtype, saves=[x], extra=extra, param_dtype=tape.stored,
+            params=[(f"{tape.where}{name}.weight", width), (f"{tape.where}{name}.bias", width)],
+            why=f"{name}: its backward needs its input and its statistics",
+        )  # fmt: skip
+
+    def _pool(self, x: Value, kind: str, kernel: int, stride: int, padding: int = 0) -> Value:
+        batch, width, rows, columns = x.shape
+        shape = (batch, width, *((n + 2 * padding - kernel) // stride + 1 for n in (rows, columns)))
+        name = f"{kind} pooling"
+        extra = [self.tape.store(f"{name} indices", shape, "int64")] if kind == "max" else []
+        return self.tape.op(f"{name} output", [x], shape, x.dtype, saves=[x], extra=extra)
+
+    def _adaptive(self, x: Value, size: int) -> Value:
+        return self.tape.op("adaptive pooling output", [x], (*x.shape[:2], size, size), x.dtype, saves=[x])
+
+    def _global(self, x: Value) -> Value:
+        """A mean over all pixels: saves nothing, its gradient is as large as its input."""
+        return self.tape.op("mean over pixels", [x], x.shape[:2], x.dtype)
+
+    def _tanh(self, x: Value, name: str) -> Value:
+        why = "tanh: its backward needs its result"
+        return self.tape.op(f"{name} after tanh", [x], x.shape, x.dtype, result=True, why=why)
+
+    def _flat(self, x: Value) -> Value:
+        return self.tape.view(x, (x.shape[0], math.prod(x.shape[1:])))
+
+    def _lenet(self, c: ConvConfig, x: Value) -> Value:
+        tape, entry = self.tape, x
+        for i, (_, out, kernel) in enumerate(c.conv_shapes()):
+            x = self._tanh(self._conv(x, out, kernel, f"convs.{i}", bias=True), f"convs.{i}")
+            x = self._pool(x, "average", 2, 2)
+        x = self._flat(x)
+        for i, out in enumerate(c.fcs):
+            x = self._tanh(tape.linear(x, out, f"fcs.{i}"), f"fcs.{i}")
+        return self._append("all", entry, tape.linear(x, c.classes, f"fcs.{len(c.fcs)}"))
+
+    def _alexnet(self, c: ConvConfig, x: Value) -> Value:
+        tape, entry = self.tape, x
+        for i, (_, out, kernel) in enumerate(c.conv_shapes()):
+            stride, padding = (4, 2) if i == 0 else (1, kernel // 2)
+            x = tape.relu(self._conv(x, out, kernel, f"convs.{i}", stride, padding, bias=True), f"convs.{i}")
+            if i in (0, 1, 4):
+                x = self._pool(x, "max", 3, 2)
+        x = self._flat(self._adaptive(x, c.pooled))
+        for i, out in enumerate(c.fcs):
+            x = tape.relu(tape.linear(tape.dropout(x, f"fcs.{i} input"), out, f"fcs.{i}"), f"fcs.{i}")
+        return self._append("all", entry, tape.linear(x, c.classes, f"fcs.{len(c.fcs)}"))
+
+    def _vgg(self, c: ConvConfig, x: Value) -> Value:
+        tape, i = self.tape, 0
+        for count, group in _groups(c.depths, self.recipe):
+            entry = x
+            for stage in range(group, group + count):
+                for _ in range(c.depths[stage]):
+                    x = self._conv(x, c.widths[stage], 3, f"convs.{i}", padding=1, bias=True)
+                    x = tape.relu(x, f"convs.{i}")
+                    i += 1
+                x = self._pool(x, "max", 2, 2)
+            x = self._append("stage", entry, x, checkpointed=self.recipe.checkpointing != "none")
+        entry = x
+        x = self._flat(self._adaptive(x, c.pooled))
+        for i, out in enumerate(c.fcs):
+            x = tape.dropout(tape.relu(tape.linear(x, out, f"fcs.{i}"), f"fcs.{i}"), f"fcs.{i}")
+        return self._append("classifier", entry, tape.linear(x, c.classes, f"fcs.{len(c.fcs)}"))
+
+    def _stem(self, c: ConvConfig, x: Value) -> Value:
+        self.tape.where = "stem."
+        entry = x
+        x = self.tape.relu(self._norm(self._conv(x, c.widths[0], 7, "conv", 2, 3), "norm"), "norm")
+        return self._append("stem", entry, self._pool(x, "max", 3, 2, 1))
+
+    def _resnet(self, c: ConvConfig, x: Value) -> Value:
+        tape = self.tape
+        x = self._stem(c, x)
+        blocks = [(s, b) for s, depth in enumerate(c.depths) for b in range(depth)]
+        for count, start in _groups(blocks, self.recipe):
+            entry = x
+            for s, b in blocks[start : start + count]:
+                tape.where = f"stages.{s}.{b}."
+                x = self._bottleneck(x, c.widths[s], 2 if s > 0 and b == 0 else 1, b == 0)
+            x = self._append("block", entry, x, checkpointed=self.recipe.checkpointing != "none")
+        tape.where, entry = "", x
+        return self._append("head", entry, tape.linear(self._global(x), c.classes, "fc"))
+
+    def _bottleneck(self, x: Value, width: int, stride: int, first: bool) -> Value:
+        tape = self.tape
+        y = tape.relu(self._norm(self._conv(x, width, 1, "conv1"), "norm1"), "norm1")
+        y1, y = y, self._norm(self._conv(y, width, 3, "conv2", stride, 1), "norm2")
+        tape.keep(y1)
+        y2 = tape.relu(y, "norm2")
+        y = self._norm(self._conv(y2, 4 * width, 1, "conv3"), "norm3")
+        tape.keep(y2)
+        if first:
+            x = self._norm(self._conv(x, 4 * width, 1, "shortcut.conv", stride), "shortcut.norm")
+        return tape.relu(tape.add(y, x, "residual", inplace=True), "block")
+
+    def _densenet(self, c: ConvConfig, x: Value) -> Value:
+        tape = self.tape
+        x = self._stem(c, x)
+        for s, depth in enumerate(c.depths):
+            for count, start in _groups(range(depth), self.recipe):
+                entry = x
+                for b in range(start, start + count):
+                    tape.where = f"stages.{s}.{b}."
+                    x = self._dense(x, c.growth)
+                x = self._append("block", entry, x, checkpointed=self.recipe.checkpointing != "none")
+            if s < len(c.depths) - 1:
+                tape.where, entry = f"transitions.{s}.", x
+                y = self._conv(tape.relu(self._norm(x, "norm"), "norm"), x.shape[1] // 2, 1, "conv")
+                x = self._append("transition", entry, self._pool(y, "average", 2, 2))
+        tape.where, entry = "", x
+        y = self._global(tape.relu(self._norm(x, "norm"), "norm"))
+        return self._append("head", entry, tape.linear(y, c.classes, "fc"))
+
+    def _dense(self, x: Value, growth: int) -> Value:
+        tape = self.tape
+        y = self._conv(tape.relu(self._norm(x, "norm1"), "norm1"), 4 * growth, 1, "conv1")
+        y1, y = y, self._conv(tape.relu(self._norm(y, "norm2"), "norm2"), growth, 3, "conv2", padding=1)
+        tape.keep(y1)
+        shape = (x.shape[0], x.shape[1] + growth, *x.shape[2:])
+        return tape.op("all channels", [x, y], shape, x.dtype, slices=True)
+
+
+def _repeats(layers: int, recipe: Recipe) -> list[tuple[int, int]]:
+    """(blocks of a segment, how many such segments it stands for) in forward order.
+
+    The second segment stands for all in the middle: first and last are walked on their own, since live
+    bytes change from one equal segment to the next by an equal amount, so that the largest moment is at one
+    of the ends.
+    """
+    every = recipe.checkpoint_every or 1
+    whole, rest = divmod(layers, every)
+    segments = [(every, 1)] * whole if whole <= 3 else [(every, 1), (every, whole - 2), (every, 1)]
+    return segments + ([(rest, 1)] if rest else [])
+
+
+def _groups(blocks: Sequence[Any], recipe: Recipe) -> Iterator[tuple[int, int]]:
+    """(count, start) of each run of blocks that is checkpointed together."""
+    every = recipe.checkpoint_every or 1
+    for start in range(0, len(blocks), every):
+        yield min(every, len(blocks) - start), start

@@ -1,0 +1,548 @@
+"""Walks through a training step's operations and counts what is alive, moment by moment. No torch.
+
+The rule is autograd's: a tensor lives until its last user is done, where users are operations to come, the
+backward of operations that saved it, checkpoints, autocast's cache of weight copies and the script's
+variables. Backward runs the operations in reverse; a gradient lives until it has been read. `Walk.run()`
+leaves in `peaks` the largest moment of each phase, by consumer, and in `tensors()` what is kept, by name.
+
+Sources: torch.optim (what an update allocates); ZeRO: Rajbhandari et al., arXiv:1910.02054; tensor
+parallelism: Shoeybi et al., arXiv:1909.08053; prefetch and reduce-scatter of sharded weights:
+torch.distributed.fsdp (FSDP2).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from memlab.models import ConvConfig, ParameterSpec, TransformerConfig
+from memlab.operations import Op, Program, Store, Unit, Value, streams
+from memlab.recipe import BLOCK_8BIT, MIN_8BIT, Recipe, StateTensor
+from memlab.units import CONSUMERS, DTYPE_BYTES, PHASES
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A named tensor of the step, or `count` equal ones ('blocks.*.…' stands for every block).
+
+    `phases` are those in which it is alive; `why` says why it is kept.
+    """
+
+    name: str
+    consumer: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    phases: tuple[str, ...]
+    why: str
+
+    @property
+    def bytes(self) -> int:
+        """All `count` together."""
+        return self.count * math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(slots=True, eq=False)
+class Gradient:
+    """A gradient while backward runs; `refs` operations are still to read it."""
+
+    bytes: int
+    refs: int = 1
+
+
+class Walk:
+    """Counts what is alive, operation by operation, and keeps the largest moment of each phase."""
+
+    def __init__(self, config: TransformerConfig | ConvConfig, recipe: Recipe, device: str) -> None:
+        self.config, self.recipe, self.device = config, recipe, device
+        self.program = Program(config, recipe, device)
+        self.specs = [_on_rank(spec, recipe.tensor_parallel) for spec in config.parameters()]
+        self.live = dict.fromkeys(CONSUMERS, 0)
+        self.largest = dict.fromkeys(CONSUMERS, 0)
+        self.total = 0
+        self.phase, self.now = "", ""
+        self.tops = {"": 0}
+        self.peaks: dict[str, dict[str, int]] = {}
+        self.moments: dict[str, str] = {}
+        self.host: dict[str, int] = {}
+
+        units = self.program.units
+        self.saved: list[tuple[Store, int]] = []  # what the forward leaves, and how often
+        self.extra = [0] * len(units)  # activations of the equal units that a unit stands for
+        self.moved = [0] * len(units)  # activations of a unit that wait outside the GPU
+        self.root = 0  # whole weights outside the blocks, where weights are streamed
+        self.cached: list[Store] = []  # autocast's copies of the weights, and those of the equal units
+        self.cached_extra = 0
+        self.pending: dict[object, Gradient] = {}  # value -> its gradient
+        self.tied = 0  # the head's gradient of a tied embedding, until the embedding's own is added
+        self.whole: list[tuple[int, int]] = []  # (bytes, values) of gradients not scattered or moved out yet
+
+        self.streams = streams(recipe)
+        self.scatters = recipe.zero_stage >= 2 or recipe.offloaded("gradients") is not None
+        self.have_gradients = not recipe.set_to_none
+        self.gradient_size = DTYPE_BYTES[recipe.gradient_dtype]
+
+    # what is alive
+
+    def take(self, consumer: str, size: int) -> None:
+        self.live[consumer] += size
+        self.total += size
+        if self.live[consumer] > self.largest[consumer]:
+            self.largest[consumer] = self.live[consumer]
+        if self.total > self.tops[self.phase]:
+            self._note()
+
+    def give(self, consumer: str, size: int) -> None:
+        self.live[consumer] -= size
+        self.total -= size
+
+    def briefly(self, size: int) -> None:
+        self.take("temporaries", size)
+        self.give("temporaries", size)
+
+    def hold(self, store: Store, consumer: str) -> None:
+        store.consumer = consumer
+        self.take(consumer, store.bytes)
+
+    def release(self, store: Store) -> None:
+        store.refs -= 1
+        if store.refs == 0:
+            self.give(store.consumer, store.bytes)
+
+    def _begin(self, phase: str) -> None:
+        self.phase, self.now = phase, "its beginning"
+        if self.total > self.tops.setdefault(phase, 0):
+            self._note()
+
+    def _note(self) -> None:
+        self.tops[self.phase] = self.total
+        self.peaks[self.phase] = dict(self.live)
+        self.moments[self.phase] = self.now
+
+    # the step
+
+    def run(self) -> None:
+        self._settle()
+        turns = min(self.recipe.accumulation, 2)  # the third micro-batch is like the second
+        variables = self.program.variables
+        for turn in range(turns):
+            self._forward(stale=sum(v.bytes for v in variables) if turn else 0)
+            self._backward()
+            self.have_gradients = True
+            if turn < turns - 1:
+                for variable in variables:
+                    self.release(variable)
+        self._begin("optimizer")
+        self.now = "the update"
+        if not self.recipe.offloaded("optimizer_states"):
+            self.briefly(sum(t.bytes for t in self._update()))
+        self.peaks.pop("")
+        self.moments.pop("")
+
+    def _settle(self) -> None:
+        """What stays through the whole step."""
+        for what, size in (
+            ("parameters", self._rank_bytes(3, self.recipe.parameter_dtype)),
+            ("optimizer_states", sum(t.bytes for spec in self.specs for t in self._states(spec))),
+        ):
+            if self.recipe.offloaded(what):
+                self.host[what] = size
+            else:
+                self.take(what, size)
+        self.take("parameters", sum(b.bytes for b in self.config.buffers()))
+        gradients = self._rank_bytes(2, self.recipe.gradient_dtype)
+        if self.recipe.offloaded("gradients"):
+            self.host["gradients"] = gradients
+        elif self.have_gradients:
+            self.take("gradients", gradients)
+        for store in self.program.batch:
+            store.refs = 2  # for the script, and as the first unit's input
+            self.hold(store, "activations")
+
+    def _rank_bytes(self, stage: int, dtype: str) -> int:
+        return sum(self._share(spec.count, stage) for spec in self.specs) * DTYPE_BYTES[dtype]
+
+    def _share(self, count: int, stage: int) -> int:
+        """Values of one tensor that a GPU keeps, if ZeRO shards its kind from `stage` on."""
+        return -(-count // self.recipe.data_parallel) if self.recipe.zero_stage >= stage else count
+
+    # forward
+
+    def _forward(self, stale: int) -> None:
+        """`stale`: the last micro-batch's logits and loss, which variables hold until they're replaced."""
+        self.take("activations", stale)
+        self._begin("forward")
+        self.root = sum(self._weights(unit) for unit in self.program.units if unit.label not in _STREAMED)
+        self.take("temporaries", self.root)
+        for store in self.program.shared:
+            store.refs = 1
+            kept = store.saved or self.recipe.checkpointing != "none"
+            self.hold(store, "activations" if kept else "temporaries")
+        for i, unit in enumerate(self.program.units):
+            if unit.label == "loss":
+                self.give("activations", stale)
+                for store in self.program.shared:  # the model's own variables
+                    self.release(store)
+            window = self._window(unit)
+            self.take("temporaries", window)
+            activations, temporaries = self.live["activations"], self.live["temporaries"]
+            self._run(unit, i)
+            if unit.checkpointed:
+                for store in self._inputs(unit):
+                    store.refs += 1
+            if unit.entry is not None:
+                self.release(unit.entry.store)
+            grown = self.live["activations"] - activations
+            copies = (self.live["temporaries"] - temporaries) * (unit.times - 1)
+            if unit.label in _STREAMED and self.recipe.offloaded("activations"):
+                self.host["activations"] = self.host.get("activations", 0) * bool(i) + grown * unit.times
+                self.moved[i] = grown
+                self.give("activations", grown)
+            else:
+                self.extra[i] = grown * (unit.times - 1)
+            self.take("activations", self.extra[i])
+            self.take("temporaries", copies)
+            self.cached_extra += copies
+            self.give("temporaries", window)
+        self._end_autocast()
+        self.now = "the loss's own gradient, 1"
+        for store in (*self.program.variables[2:], self.program.seed):
+            store.refs = 1
+            store.why = store.why or "the script's variable"
+            self.hold(store, "activations")
+        self._list_saved()
+
+    def _run(self, unit: Unit, i: int, again: bool = False) -> None:
+        """A unit's forward. `again`: recomputed in backward, up to the last operation that saves."""
+        save = again or not unit.checkpointed
+        ops = unit.ops
+        if again:
+            ops = ops[: 1 + max(n for n, op in enumerate(ops) if op.saves)]
+        else:
+            unit.exit.store.refs += 1  # for the unit that follows, or the script's variable
+            if unit.exit.store is self.program.logits:
+                unit.exit.store.refs += 1
+        follows = i + 1 < len(self.program.units) and self.program.units[i + 1].checkpointed
+        for op in ops:
+            for x in op.ins:
+                x.store.refs += 1
+            for store in op.made if not op.outs else ():
+                store.refs += 1  # constants: until the unit ends
+        saved_here = {id(store) for op in ops for store in op.saves}
+        for op in ops:
+            self.now = f"recomputing {op.name}" if again else op.name
+            kept = op.linear and unit.checkpointed and self.recipe.checkpointing == "selective"
+            for store in op.casts:
+                store.refs += 1
+                self.cached.append(store)
+                self.hold(store, "activations" if save and store in op.saves else "temporaries")
+            for store in () if again and kept else op.made:
+                stays = kept or (save and id(store) in saved_here)
+                if store is unit.exit.store and not again:
+                    stays = stays or store.saved or follows
+                self.hold(store, "activations" if stays else "temporaries")
+            self.briefly(op.scratch)
+            if save:
+                for store in op.saves:
+                    store.refs += 1
+            for store in op.made:
+                if kept:
+                    store.refs += -1 if again else 1
+                if store.refs == 0:
+                    self.give(store.consumer, store.bytes)
+            for x in op.ins:
+                self.release(x.store)
+        for op in ops:
+            for store in op.made if not op.outs else ():
+                self.release(store)
+
+    def _end_autocast(self) -> None:
+        for store in self.cached:
+            self.release(store)
+        self.cached.clear()
+        self.give("temporaries", self.cached_extra)
+        self.cached_extra = 0
+
+    def _inputs(self, unit: Unit) -> list[Store]:
+        """What a checkpoint keeps in place of the saved tensors."""
+        assert unit.entry is not None
+        return [unit.entry.store, *unit.held]
+
+    def _list_saved(self) -> None:
+        self.saved = [(store, 1) for store in self._standing() if store.refs > 0]
+        seen: set[int] = set()
+        for unit, moved in zip(self.program.units, self.moved, strict=True):
+            for op in () if moved else unit.ops:
+                for store in (*op.made, *op.casts):
+                    if store.refs > 0 and id(store) not in seen:
+                        seen.add(id(store))
+                        self.saved.append((store, unit.times))
+
+    def _standing(self) -> list[Store]:
+        program = self.program
+        return [*program.batch, *program.shared, *program.variables[2:], program.seed]
+
+    # weights that are whole only while they're used
+
+    def _weights(self, unit: Unit) -> int:
+        if not self.streams:
+            return 0
+        counts = {name: count for op in unit.ops for name, count in op.params}
+        return sum(counts.values()) * DTYPE_BYTES[self.recipe.compute_dtype]
+
+    def _window(self, unit: Unit) -> int:
+        """The block at work and the next one, whose weights are fetched meanwhile (FSDP2 does so)."""
+        return 2 * self._weights(unit) if unit.label in _STREAMED else 0
+
+    # backward
+
+    def _backward(self) -> None:
+        self._begin("backward")
+        units = self.program.units
+        self.pending[units[-1].exit.key] = Gradient(0)
+        for i in reversed(range(len(units))):
+            unit = units[i]
+            window = self._window(unit)
+            self.take("temporaries", window)
+            self.take("activations", self.moved[i])
+            gradients = self.live["gradients"]
+            self._back(unit, i)
+            self.give("activations", self.extra[i])
+            self.take("gradients", (self.live["gradients"] - gradients) * (unit.times - 1))
+            self.give("temporaries", window)
+        self.give("temporaries", self.root)
+        self.release(self.program.seed)
+
+    def _back(self, unit: Unit, i: int) -> None:
+        there = not unit.checkpointed
+        for n in reversed(range(len(unit.ops))):
+            op = unit.ops[n]
+            if op.saves and not there:  # the first saved tensor that is asked for
+                self._run(unit, i, again=True)
+                self._end_autocast()
+                there = True
+            self._back_op(op)
+            if n % (len(unit.ops) // unit.blocks) == 0:
+                self._scatter()
+        if unit.checkpointed:
+            for store in self._inputs(unit):
+                self.release(store)
+
+    def _back_op(self, op: Op) -> None:
+        incoming = [self.pending.pop(out.key) for out in op.outs if out.key in self.pending]
+        self.now = f"backward of {op.name}"
+        made: list[tuple[Value, Gradient]] = []
+        params = op.params if incoming else []
+        if incoming:
+            first = incoming[0]
+            for x in op.grads:
+                if (op.passes and x.bytes == first.bytes) or op.slices:
+                    first.refs += 1
+                    made.append((x, first))
+                else:
+                    made.append((x, self._gradient(x.bytes)))
+        lasting = (
+            op.param_dtype == self.recipe.gradient_dtype and not self.have_gradients and not self.scatters
+        )
+        for name, count in params:
+            whose = "gradients" if lasting and not self._shared(name) else "temporaries"
+            self.take(whose, count * DTYPE_BYTES[op.param_dtype])
+        if incoming:
+            self.briefly(op.back)
+        for gradient in incoming:
+            self._drop(gradient)
+        for store in op.saves:
+            self.release(store)
+        for x, gradient in made:
+            self._deliver(x, gradient)
+        for name, count in params:
+            self._accumulate(op, name, count, lasting)
+
+    def _gradient(self, size: int) -> Gradient:
+        self.take("temporaries", size)
+        return Gradient(size)
+
+    def _drop(self, gradient: Gradient) -> None:
+        gradient.refs -= 1
+        if gradient.refs == 0:
+            self.give("temporaries", gradient.bytes)
+
+    def _deliver(self, x: Value, gradient: Gradient) -> None:
+        """A second gradient of a value is added to the first: autograd makes a third tensor for the sum."""
+        if x.key in self.pending:
+            old = self.pending[x.key]
+            self.pending[x.key] = self._gradient(x.bytes)
+            self._drop(old)
+            self._drop(gradient)
+        else:
+            self.pending[x.key] = gradient
+
+    def _accumulate(self, op: Op, name: str, count: int, lasting: bool) -> None:
+        """A weight's gradient goes to `.grad`: as it is, cast to fp32, added, or on its way out."""
+        size, final = count * DTYPE_BYTES[op.param_dtype], count * self.gradient_size
+        if self.scatters:
+            self.whole.append((size, count))
+            return
+        if (
+            not lasting and op.param_dtype != self.recipe.gradient_dtype
+        ):  # autocast: the copy's, then the weight's
+            self.take("temporaries" if self.have_gradients or self._shared(name) else "gradients", final)
+            self.give("temporaries", size)
+            size = final
+        if self._shared(name):
+            if not self.tied:
+                self.tied = size  # the head's gradient waits for the embedding's
+                return
+            self.take(
+                "temporaries" if self.have_gradients else "gradients", size
+            )  # their sum is a third tensor
+            self.give("temporaries", size + self.tied)
+            self.tied = 0
+        if self.have_gradients:
+            self.give("temporaries", size)
+
+    def _shared(self, name: str) -> bool:
+        return (
+            name == "embed.token.weight" and isinstance(self.config, TransformerConfig) and self.config.tied
+        )
+
+    def _scatter(self) -> None:
+        """ZeRO-2 and 3: each GPU keeps its part of a block's gradients; offload: none."""
+        if self.recipe.zero_stage >= 2:
+            self.now = "reduce-scatter"
+            self.briefly(
+                sum(size for size, _ in self.whole)
+            )  # its input: a copy of the block's gradients in one piece
+        for size, count in self.whole:
+            if not self.have_gradients and not self.recipe.offloaded("gradients"):
+                self.take("gradients", self._share(count, 2) * self.gradient_size)
+            self.give("temporaries", size)
+        self.whole.clear()
+
+    # the optimizer
+
+    def _states(self, spec: ParameterSpec) -> list[StateTensor]:
+        """What one GPU keeps for a parameter."""
+        states = list(self.recipe.state_tensors(self._shard(spec)))
+        counted = (
+            self.recipe.optimizer in ("adam", "adamw", "adafactor") and self.recipe.optimizer_impl != "fused"
+        )
+        if counted and self.device == "cpu":  # torch keeps step counters in CPU memory
+            states.append(StateTensor("step", (), "fp32"))
+        return states
+
+    def _shard(self, spec: ParameterSpec) -> tuple[int, ...]:
+        """The part of a parameter that this GPU updates: a flat run of values; whole rows for Adafactor."""
+        if self.recipe.zero_stage == 0:
+            return spec.shape
+        if self.recipe.optimizer == "adafactor":
+            return (self._share(spec.shape[0], 1), *spec.shape[1:])
+        return (self._share(spec.count, 1),)
+
+    def _update(self) -> list[Tensor]:
+        """The temporaries of `optimizer.step()` at its worst moment."""
+        r = self.recipe
+        shapes = [self._shard(spec) for spec in self.specs]
+        counts = [math.prod(shape) for shape in shapes]
+        found = []
+
+        def add(name: str, values: int, why: str, dtype: str = r.state_dtype) -> None:
+            if values:
+                found.append(Tensor(name, "temporaries", (values,), dtype, 1, ("optimizer",), why))
+
+        if r.master_dtype:
+            add(
+                "fp32 gradients",
+                sum(counts),
+                "the optimizer works on master weights: all gradients are cast at once",
+            )
+        if r.optimizer in ("adam", "adamw"):
+            name, why = "sqrt(exp_avg_sq)", "the denominator of the update"
+            if r.optimizer_impl == "foreach":
+                add(name, sum(counts), f"{why}, of all parameters at once")
+            elif r.optimizer_impl == "for-loop":
+                worst = max(before + 2 * now for before, now in pairwise((0, *counts)))
+                add(name, worst, f"{why}: the last parameter's, this one's and its square root")
+        elif r.optimizer == "adafactor":
+            name = "variance estimate"
+            if r.optimizer_impl == "foreach":
+                add(name, sum(counts), "row times column statistics, of all parameters at once")
+            else:
+                worst = means = before = 0
+                for now, shape in zip(counts, shapes, strict=True):
+                    if len(shape) > 1:
+                        means = now // shape[-1] + now // shape[-2]
+                    worst = max(worst, before + means + now * (1 if len(shape) > 1 else 2))
+                    before = now
+                why = "row times column statistics, the last parameter's and this one's; means of its squares"
+                add(name, worst, why)
+        elif r.optimizer == "adamw-8bit":
+            large = max((n for n in counts if n >= MIN_8BIT), default=0)
+            blocks = -(-large // BLOCK_8BIT) * BLOCK_8BIT
+            why = "the largest parameter's moments in fp32 and its update"
+            add("exp_avg, exp_avg_sq, update", 3 * blocks, why, "fp32")
+            if r.gradient_dtype != "fp32" and not r.master_dtype:
+                add("fp32 gradient", large, "the largest parameter's", "fp32")
+        return found
+
+    # what there is, by name
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What the step keeps on the GPU, equal tensors of all blocks together, and what the update needs beside."""
+        r = self.recipe
+        always = PHASES
+        later = PHASES[1:] if r.set_to_none and r.accumulation == 1 else PHASES
+        rows: dict[tuple[Any, ...], int] = {}
+
+        def count(*key: Any, n: int = 1) -> None:
+            rows[key] = rows.get(key, 0) + n
+
+        for spec in self.specs:
+            name = _any_block(spec.name)
+            if not r.offloaded("parameters"):
+                part = spec.shape if r.zero_stage < 3 else (self._share(spec.count, 3),)
+                count(name, "parameters", part, r.parameter_dtype, always, "trained")
+            if not r.offloaded("gradients"):
+                part = spec.shape if r.zero_stage < 2 else (self._share(spec.count, 2),)
+                count(f"{name}.grad", "gradients", part, r.gradient_dtype, later, "the update needs it")
+            if not r.offloaded("optimizer_states"):
+                for state in self._states(spec):
+                    why = f"{r.optimizer} keeps it from step to step"
+                    count(f"{name} {state.name}", "optimizer_states", state.shape, state.dtype, always, why)
+        for buffer in self.config.buffers():
+            name, why = _any_block(buffer.name), "a buffer, not trained"
+            count(name, "parameters", buffer.shape, buffer.dtype, always, why)
+        for store, n in self.saved:
+            stays = store in self.program.batch or store in self.program.variables
+            phases = always if stays else ("forward", "backward")
+            why = "the batch" if store in self.program.batch else store.why or "the input of a checkpoint"
+            count(_any_block(store.name), "activations", store.shape, store.dtype, phases, why, n=n)
+        for (name, consumer, shape, dtype, phases, why), n in rows.items():
+            yield Tensor(name, consumer, shape, dtype, n, phases, why)
+        if not r.offloaded("optimizer_states"):
+            yield from self._update()
+
+
+#: Units whose weights and activations come and go, where they are sharded or offloaded.
+_STREAMED = ("block", "stage", "transition")
+
+_SPLIT_ROWS = re.compile(r"attn\.(qkv|query|key|value)\.|mlp\.(up|gate)\.|^embed\.token|^head\.")
+_SPLIT_COLUMNS = re.compile(r"(attn\.out|mlp\.down)\.weight")
+
+
+def _on_rank(spec: ParameterSpec, share: int) -> ParameterSpec:
+    """The part of a parameter on one of `share` tensor-parallel GPUs, as Megatron splits a transformer."""
+    if share > 1 and _SPLIT_ROWS.search(spec.name):
+        return ParameterSpec(spec.name, (-(-spec.shape[0] // share), *spec.shape[1:]))
+    if share > 1 and _SPLIT_COLUMNS.search(spec.name):
+        return ParameterSpec(spec.name, (spec.shape[0], spec.shape[1] // share))
+    return spec
+
+
+def _any_block(name: str) -> str:
+    """'blocks.7.attn.out.weight' -> 'blocks.*.attn.out.weight'."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
