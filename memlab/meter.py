@@ -286,8 +286,18 @@ class Meter(TorchDispatchMode):
         name = str(func._overloadpacket)
         rule = self._rules.get(name)
         call = func if rule is None else partial(rule, func)
+        if rule is None and schema.name.startswith("aten::") and func._can_decompose():
+            # Only in inference mode do operators arrive that are made of others: see those.
+            call = partial(self._decomposed, func)
         known = self._kinds[func] = (kind, self._record.intern(name), call)
         return known
+
+    def _decomposed(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _allocated(self, tensor: Tensor, operator: int) -> None:
         """Register the storage of an operator's output, unless it is known."""

@@ -11,20 +11,33 @@ storages. Any size can be traced on any machine, and the CPU's own step gives th
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from types import TracebackType
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab import hardware
+from memlab.allocator import Allocator, AllocatorConfig, OutOfMemory, Replay, replay
+from memlab.allocator import Block as BlockOf
+from memlab.cuda_rules import COMPOSED, CudaRules, Emulation
 from memlab.hardware import GPU
 from memlab.meter import Meter, torch_size
 from memlab.trace import Trace
 
-__all__ = ["VirtualGPU", "device"]
+__all__ = ["DataDependentError", "VirtualGPU", "device"]
 
 _active: list[VirtualGPU] = []
 
@@ -38,31 +51,56 @@ def device() -> torch.device:
 
 
 class VirtualGPU:
-    """Inside it every new tensor is fake, and every allocation is recorded in `trace`.
+    """Inside it every new tensor is a fake one on that card, and every allocation is recorded in `trace`.
 
     gpu: a card's name or a `hardware.GPU`; None stands for this machine's CPU rules and no limit.
-    limit: bytes; live tensors beyond it raise `torch.OutOfMemoryError`. Default: the card's capacity.
+    limit: bytes in place of the card's capacity (without a card: bytes of live tensors).
+    rules: which of CUDA's corrections are applied (`cuda_rules.CudaRules`; default: all).
+    config: the caching allocator's options, as `allocator.AllocatorConfig` or `PYTORCH_ALLOC_CONF` has them.
     lines: also record the line of the caller's source for each block.
 
+    A card's caching allocator runs along, with its blocks, segments and capacity: the allocation that the
+    card couldn't serve raises `torch.OutOfMemoryError` in PyTorch's words. `replay()` gives what it reserved.
+
     Tensors made before can't be used inside: make the model, the batch and the optimizer in the same block.
-    Raises UnknownNameError for a card that isn't known.
+    What a program keeps in main memory is made in `with gpu.host():` and moved by `gpu.put(module)`.
+    Raises UnknownNameError for a card that isn't known, ValueError for allocator options that PyTorch refuses.
     """
 
     def __init__(
-        self, gpu: str | GPU | None = None, *, limit: int | None = None, lines: bool = False
+        self,
+        gpu: str | GPU | None = None,
+        *,
+        limit: int | None = None,
+        rules: CudaRules | None = None,
+        config: AllocatorConfig | str | None = None,
+        lines: bool = False,
     ) -> None:
         self.gpu = hardware.gpu(gpu) if isinstance(gpu, str) else gpu
-        if limit is None and self.gpu is not None:
-            limit = self.gpu.memory_bytes
+        self.config = AllocatorConfig.parse(config) if isinstance(config, str) else config
         self._mode = _Mode()
-        self._meter = _CardMeter(budget=limit, lines=lines, device="cpu")
-        self._meter._rules |= CPU_RULES
         self._stack = ExitStack()
+        self._emulation: Emulation | None = None
+        if self.gpu is None:
+            self._meter = _CardMeter(budget=limit, lines=lines, device="cpu")
+            self._meter._rules |= CPU_RULES
+            return
+        self.capacity = self.gpu.memory_bytes if limit is None else limit
+        self._emulation = Emulation(self.gpu, rules)
+        self._meter = _CardMeter(lines=lines, device="cpu")
+        self._meter._allocator = Allocator(self.config, capacity=self.capacity, context=self.context_bytes)
+        self._meter._host_scalars = self._emulation.rules.host_scalars
+        self._meter._rules |= self._emulation.operators(self._meter)
+        for name, kernel in COMPOSED.items():
+            self._meter._composed[f"aten.{name.partition('.')[0]}"] = kernel
 
     def __enter__(self) -> VirtualGPU:
         with ExitStack() as stack:
             stack.enter_context(self._mode)
+            if self._emulation is not None:
+                stack.enter_context(self._emulation)
             stack.enter_context(self._meter)
+            stack.enter_context(_fake_modules_move())
             _active.append(self)
             stack.callback(_active.remove, self)
             self._stack = stack.pop_all()
@@ -77,19 +115,105 @@ class VirtualGPU:
         """Mark a phase by hand, as `Meter.phase`."""
         return self._meter.phase(name)
 
+    @contextmanager
+    def host(self) -> Iterator[None]:
+        """What is made inside lies in main memory and isn't counted."""
+        before, self._meter._hosting = self._meter._hosting, True
+        try:
+            yield
+        finally:
+            self._meter._hosting = before
+
+    def put(self, module: nn.Module) -> nn.Module:
+        """Move a module made in `host()` to the card, tensor by tensor in the order of `module.cuda()`.
+
+        Children come first, then a module's own parameters, then its buffers; a shared tensor moves once.
+        """
+        moved: dict[int, Tensor] = {}
+
+        def to_card(tensor: Tensor) -> Tensor:
+            if id(tensor) not in moved:
+                copy = torch.empty_like(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+                moved[id(tensor)] = copy
+            return moved[id(tensor)]
+
+        def move(part: nn.Module) -> None:
+            for child in part.children():
+                move(child)
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = to_card(tensor)  # type: ignore[assignment]
+
+        kept = [*module.parameters(), *module.buffers()]  # an id must not be used twice
+        with torch.no_grad():
+            move(module)
+        del kept
+        return module
+
+    @property
+    def context_bytes(self) -> int:
+        """What the CUDA context takes of the card; 0 where it isn't known."""
+        return (self.gpu.context_bytes or 0) if self.gpu is not None else 0
+
+    def replay(self, *, order: str = "split", limited: bool = False) -> Replay:
+        """What the card's caching allocator did: allocated, reserved and process bytes, by phase and in all.
+
+        order: where the driver puts segments (`allocator.ORDERS`). limited: with the card's capacity.
+        """
+        trace = self.trace
+        return replay(
+            trace.events, trace.sizes, self.config, marks=trace.marks, context=self.context_bytes, order=order,
+            capacity=self.capacity if limited and self.gpu is not None else None,
+        )  # fmt: skip
+
     @property
     def trace(self) -> Trace:
         """What was recorded (inside the block: so far)."""
         trace = self._meter.trace
         trace.info["device"] = self.gpu.name if self.gpu is not None else "cpu (fake)"
-        if self.gpu is not None:
-            note = (
-                f"the operators are the CPU's: what {self.gpu.name} allocates beside or instead of them"
-                " (library workspaces, byte-wide dropout masks, rounding to 512 B) is not in it yet"
-            )
-            if note not in trace.caveats:
-                trace.caveats.append(note)
+        if self.gpu is not None and self._emulation is not None:
+            notes = [
+                "scratch of sorting, reduction and indexing kernels isn't counted (as a rule below 1 MiB)",
+                *self._emulation.caveats,
+            ]
+            if self.gpu.context_bytes is None:
+                notes.append(f"the CUDA context of {self.gpu.name} isn't known (0.14 to 2 GB): 0 is counted")
+            trace.caveats += [note for note in notes if note not in trace.caveats]
         return trace
+
+
+@contextmanager
+def _fake_modules_move() -> Iterator[None]:
+    """`module.half()` and `.to(dtype)` on fake tensors, which torch 2.11 to 2.13 refuses ("couldn't swap")."""
+    apply = nn.Module._apply
+
+    def fake_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        if not any(isinstance(p, FakeTensor) for p in self._parameters.values()):
+            return apply(self, fn, recurse)
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        with torch.no_grad():
+            for parameter in self._parameters.values():
+                if parameter is not None:
+                    gradient = parameter.grad
+                    parameter.grad = None
+                    parameter.data = fn(parameter)
+                    if gradient is not None:
+                        parameter.grad = fn(gradient)
+            for name, buffer in self._buffers.items():
+                if buffer is not None:
+                    self._buffers[name] = fn(buffer)
+        return self
+
+    nn.Module._apply = fake_apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 def _batch_norm(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -114,8 +238,152 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self
 
 
+#: Tensors of main memory are recorded under this device, so that a trace of the card leaves them out.
+_HOST = torch.device("meta")
+
+
 class _CardMeter(Meter):  # type: ignore[no-untyped-call]
     """A meter of fake tensors that speaks as CUDA does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._allocator: Allocator | None = None
+        self._placed: dict[int, BlockOf] = {}
+        self._hosting = False
+        self._host_scalars = False
+        self._composed: dict[str, Any] = {}
+
+    def _classify(self, func: Any) -> Any:
+        kind, name, call = super()._classify(func)
+        if self._allocator is not None:
+            if (kernel := self._composed.get(str(getattr(func, "_overloadpacket", "")))) is not None:
+                if func._can_decompose():
+                    call = partial(self._seen_inside, kernel)
+            elif _DATA_DEPENDENT & set(getattr(func, "tags", ())):
+                call = partial(self._valueless, func)
+        known = self._kinds[func] = (kind, name, call)
+        return known
+
+    def _seen_inside(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        TorchDispatchMode.__enter__(self)
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
+
+    def _valueless(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """An optimizer reads its step counter; whatever else reads a value is refused with its line."""
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if self._optimizing and func is torch.ops.aten._local_scalar_dense.default:
+                return 1.0
+            raise DataDependentError(func, self._users_line()) from error
+
+    def _users_line(self) -> str:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if not frame.f_code.co_filename.startswith(_NOT_USER):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return "?"
+
+    # what lies on the host
+
+    def on_host(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._alive:
+            self._host_block(storage, storage.nbytes(), tuple(tensor.shape), tensor.dtype, 0)
+
+    def _host_block(
+        self, storage: torch.UntypedStorage, size: int, shape: Any, dtype: torch.dtype, operator: int
+    ) -> None:
+        self._events.append(len(self._sizes))
+        super()._add(storage, storage._cdata, size, shape, dtype, _HOST, operator, self._module, 4, 0)
+        self._alive[storage._cdata].size = 0
+
+    def _taken(
+        self, storage: torch.UntypedStorage, size: int, shape: Any, dtype: Any, device: Any, operator: int
+    ) -> None:
+        counter = self._host_scalars and self._optimizing and not shape
+        if self._hosting or (counter and self._record.names[operator] == "aten.lift_fresh"):
+            self._host_block(storage, size, shape, dtype, operator)
+            return
+        super()._taken(storage, size, shape, dtype, device, operator)
+
+    # scratch and workspaces
+
+    @property
+    def in_backward(self) -> bool:
+        return self._task != -1
+
+    def seen(self, tensor: Tensor, operator: str) -> None:
+        self._allocated(tensor, self._record.intern(operator))
+
+    def scratch(self, size: int, name: str) -> None:
+        block = self.workspace(size, name)
+        self._events.append(~block)
+        self._free(block)
+        self.live_bytes -= size
+
+    def workspace(self, size: int, name: str) -> int:
+        block, record = len(self._sizes), self._record
+        self._events.append(block)
+        self._sizes.append(size)
+        self._owners.append(4)
+        record.shapes.append(())
+        self._modules.append(self._module)
+        self._operators.append(record.intern(name))
+        self._phases.append(self._phase_index)
+        self._dtypes.append(record.intern("uint8"))
+        self._lines.append(0)
+        self._devices.append(torch.device("cpu"))
+        self.live_bytes += size
+        self._place(block, size)
+        return block
+
+    # the card's allocator
+
+    def _add(
+        self, storage: Any, key: int, size: int, shape: Any, dtype: Any, device: Any, operator: int,
+        module: int, owner: int, line: int,
+    ) -> None:  # fmt: skip
+        super()._add(storage, key, size, shape, dtype, device, operator, module, owner, line)
+        if self._allocator is not None:
+            try:
+                self._place(len(self._sizes) - 1, size)
+            except torch.OutOfMemoryError:
+                self.live_bytes += size  # its end will be counted
+                raise
+
+    def _place(self, block: int, size: int) -> None:
+        if self._allocator is None:
+            return
+        try:
+            self._placed[block] = self._allocator.malloc(size)
+        except OutOfMemory as error:
+            names = self._record.names
+            where = names[self._operators[block]]
+            if names[self._modules[block]]:
+                where += f" in {names[self._modules[block]]}"
+            raise torch.OutOfMemoryError(f"{error} Allocation: {where} ({self._phase}).") from None
+
+    def _free(self, block: int) -> None:
+        placed = self._placed.pop(block, None)
+        if placed is not None and self._allocator is not None:
+            self._allocator.free(placed)
+
+    def _died(self, alive: Any) -> None:
+        super()._died(alive)
+        if self._allocator is not None:
+            self._free(alive.block)
+
+    def _resized(self, storage: torch.UntypedStorage, *args: Any) -> None:
+        old = self._alive[storage._cdata].block
+        super()._resized(storage, *args)
+        current = self._alive.get(storage._cdata)
+        if self._allocator is not None and (current is None or current.block != old):
+            self._free(old)
 
     def _found(self, tensor: Tensor, owner: int = 4) -> Any:
         if not isinstance(tensor, FakeTensor):
@@ -132,4 +400,22 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
             f" {torch_size(max(0, budget - live))} is free."
             f" Of the allocated memory {torch_size(live)} is allocated by PyTorch, and 0 bytes is reserved by"
             f" PyTorch but unallocated. Allocation: {where}."
+        )
+
+
+_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_NOT_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
+
+
+class DataDependentError(DataDependentOutputException):
+    """A step reads a value, which a fake tensor doesn't have: what follows could depend on it."""
+
+    def __init__(self, func: Any, line: str) -> None:
+        super().__init__(func)
+        self.line = line
+
+    def __str__(self) -> str:
+        return (
+            f"{self.line} reads a tensor's value ({self.func}), and the tensors of a virtual GPU have none:"
+            " leave that out of the step, or give the number by hand"
         )
