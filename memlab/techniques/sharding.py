@@ -40,6 +40,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["Traffic", "Zero", "sent", "share", "states", "torch_fsdp", "torch_zero1"]
 
 
+# torch 2.13 renamed them.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
 # Closed forms
 
 
@@ -166,7 +173,7 @@ class Zero:
                 continue
             mine = o.padded.view(self.world_size, -1)[self.rank]
             mine.copy_(o.piece)  # from the fp32 master; an fp32 piece is `mine` itself
-            dist.all_gather_into_tensor(o.padded, mine, self.group)
+            _all_gather(o.padded, mine, self.group)
             if self.stage == 1:
                 o.piece.grad = None  # the whole gradient is kept, its mean was a temporary
 
@@ -282,7 +289,7 @@ class Zero:
     def _whole(self, piece: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """All-gather: every rank sends its piece, every rank gets them all."""
         padded = torch.empty(self.world_size * piece.numel(), dtype=dtype, device=piece.device)
-        dist.all_gather_into_tensor(padded, piece.detach().to(dtype), self.group)
+        _all_gather(padded, piece.detach().to(dtype), self.group)
         return padded[: math.prod(shape)].view(shape)
 
     def _my_mean(self, gradient: Tensor) -> Tensor:
@@ -290,7 +297,7 @@ class Zero:
         size = _piece_size(gradient.numel(), self.world_size)
         flat = F.pad(gradient.flatten(), (0, self.world_size * size - gradient.numel()))
         mine = torch.empty(size, dtype=gradient.dtype, device=gradient.device)
-        dist.reduce_scatter_tensor(mine, flat, group=self.group)
+        _reduce_scatter(mine, flat, group=self.group)
         return mine.div_(self.world_size)
 
 

@@ -41,6 +41,10 @@ __all__ = [
 ]
 
 
+# torch 2.13 renamed them.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 # Closed forms
 
 
@@ -138,7 +142,7 @@ class _Join(torch.autograd.Function):
         ctx.rank, ctx.width = dist.get_rank(group), x.size(-1)
         n = dist.get_world_size(group)
         rows = torch.empty(n, *x.shape, dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(rows.view(-1), x.contiguous().view(-1), group)
+        _all_gather(rows.view(-1), x.contiguous().view(-1), group)
         return torch.cat(rows.unbind(), dim=-1)
 
     @staticmethod
