@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,6 +140,18 @@ def pinned(kernels: tuple[str, ...]) -> AbstractContextManager[Any]:
     return sdpa_kernel([names[k] for k in kernels])
 
 
+def libraries() -> None:
+    """Import before a virtual card is entered: what modules make at import must be real."""
+    import peft  # noqa: F401
+    import transformers
+    import transformers.masking_utils
+    from transformers.models.llama import modeling_llama  # noqa: F401
+    from transformers.models.mistral import modeling_mistral  # noqa: F401
+    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+
+    transformers.logging.set_verbosity_error()
+
+
 def fitcheck(config: dict[str, Any], inputs: Inputs) -> Run:
     """scripts/measure.py of fitcheck-llm 0.3.1: LoRA on a base that is fp16 or nf4, checkpointed, AdamW.
 
@@ -170,3 +183,223 @@ def fitcheck(config: dict[str, Any], inputs: Inputs) -> Run:
                 one_step()
     steps = gpu.trace.steps
     return Run(gpu.trace, (steps[1], steps[2]), (steps[2], steps[3]))
+
+
+def vramcalc(config: dict[str, Any], inputs: Inputs) -> Run:
+    """bench.py of vramcalc 0.1.2. Training: gradients are zeroed in place after the step, not freed; the output
+    is deleted before the optimizer step; the cache is emptied before each measured step. Inference: one forward
+    with use_cache under inference_mode.
+    """
+    weights = torch.float32 if inputs.amp else DTYPES[inputs.base]
+    with VirtualGPU(inputs.card, limit=1 << 50) as gpu:
+        with gpu.host():
+            model = model_of(config, inputs.attention, weights)
+        gpu.put(model)
+        if inputs.lora is not None:
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
+            model = adapters(gpu, model, inputs, weights)
+        ids = torch.randint(0, config["vocab_size"], (inputs.batch, inputs.sequence))
+        mask = _causal_mask if inputs.masks == "always" and inputs.attention == "sdpa" else lambda _: None
+        attention = partial(pinned, inputs.kernels)
+        if not inputs.training:
+            model.eval()
+            torch.cuda.empty_cache()
+            with torch.inference_mode(), attention(), gpu.phase("forward"):
+                out = model(input_ids=ids, use_cache=True)
+            del out
+            end = len(gpu.trace.events)
+            return Run(gpu.trace, (gpu.trace.marks[1][0], end), (gpu.trace.marks[1][0], end))
+        model.train()
+        if inputs.checkpointing:
+            model.gradient_checkpointing_enable(  # type: ignore[operator]
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=1e-5, foreach=True)
+
+        def step() -> None:
+            with attention():
+                with torch.autocast("cuda", DTYPES[inputs.amp]) if inputs.amp else nullcontext():
+                    out = model(input_ids=ids, labels=ids, attention_mask=mask(ids), use_cache=False)
+                    loss = out.loss
+                loss.backward()
+            del out, loss
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        step()
+        torch.cuda.empty_cache()
+        step()
+    steps = gpu.trace.steps
+    return Run(gpu.trace, (steps[1], steps[2]), (steps[1], steps[2]))
+
+
+def _causal_mask(ids: Tensor) -> Tensor:
+    """The boolean mask that transformers 4.57 builds once for each forward."""
+    length = ids.shape[1]
+    return torch.ones(ids.shape[0], 1, length, length, dtype=torch.bool).tril_()
+
+
+# --- 4-bit base weights -------------------------------------------------------------------------------------
+
+
+class _Dequantised(torch.autograd.Function):
+    """bitsandbytes' MatMul4Bit: the weight is made fp16 for each product; only the packed one is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: NF4Linear, bias: Tensor | None) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(layer.packed)
+        return torch.nn.functional.linear(x, layer.dequantised(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        return torch.matmul(gradient, ctx.layer.dequantised().to(gradient.dtype)), None, None
+
+
+class NF4Linear(nn.Module):
+    """Linear4bit of bitsandbytes 0.50: 4-bit values in blocks of 64 with one fp32 scale, and a table of 16.
+
+    in main memory: weight (out, in) and bias as loaded. `quantise` makes what the card holds: packed (n/2,)
+    uint8, absmax (n/64,) fp32, code (16,) fp32; the bias becomes fp32 with the norms, fp16 in each product.
+    """
+
+    packed: Tensor
+    absmax: Tensor
+    code: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+
+    def quantise(self, weight: Tensor) -> None:
+        count = weight.numel()
+        self.absmax = torch.empty(-(-count // 64), dtype=torch.float32)
+        self.packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8)
+        self.code = torch.empty(16, dtype=torch.float32)
+
+    def dequantised(self) -> Tensor:
+        return torch.empty(self.out_features, self.in_features, dtype=torch.float16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.dtype
+        x = x.to(torch.float16)
+        bias = None if self.bias is None else self.bias.to(torch.float16)
+        return _Dequantised.apply(x, self, bias).to(kind)
+
+
+class NF4Lora(nn.Module):
+    """PEFT's lora.Linear4bit without autocast: clone of the base result, then the adapter in fp32."""
+
+    def __init__(self, base: NF4Linear, rank: int, scaling: float) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False, dtype=torch.float32)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False, dtype=torch.float32)
+        self.scaling = scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base_layer(x).clone()
+        kind = result.dtype
+        x = x.to(self.lora_A.weight.dtype)
+        output = self.lora_B(self.lora_A(x)) * self.scaling
+        return result + output.to(kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How from_pretrained brings a quantised model to the card, as far as it isn't fixed by the script.
+
+    window: how many fp16 tensors the loader's threads have copied ahead of the one that is quantised: their
+    timing decides, so it is a range and not a number. cleared: prepare_model_for_kbit_training empties the
+    cache (PEFT 0.20 on). warmup: transformers takes one block as large as the quantised model first.
+    """
+
+    window: int = 4
+    cleared: bool = True
+    warmup: bool = True
+
+
+def fitcheck_nf4(config: dict[str, Any], inputs: Inputs, loading: Loading) -> Run:
+    """scripts/measure.py of fitcheck-llm 0.3.1 with --quant nf4."""
+    with VirtualGPU(inputs.card, limit=1 << 50) as gpu:
+        with gpu.host():
+            model = model_of(config, inputs.attention, torch.float16)
+            for parent in list(model.modules()):
+                for name, child in list(parent.named_children()):
+                    if isinstance(child, nn.Linear) and name != "lm_head":
+                        layer = NF4Linear(child)
+                        layer.weight = child.weight
+                        setattr(parent, name, layer)
+        _load_nf4(model, loading)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+            if parameter.dtype == torch.float16:
+                parameter.data = parameter.data.float()
+        if loading.cleared:
+            torch.cuda.empty_cache()
+        rank = inputs.lora or 0
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, NF4Linear) and name in inputs.targets:
+                    setattr(parent, name, NF4Lora(child, rank, 2.0))
+        if inputs.checkpointing:
+            model.gradient_checkpointing_enable(  # type: ignore[operator]
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+            model.enable_input_require_grads()  # type: ignore[operator]
+        model.train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        batch = torch.randint(0, config["vocab_size"], (inputs.batch, inputs.sequence))
+
+        def one_step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            out = model(input_ids=batch, labels=batch)
+            out.loss.backward()
+            optimizer.step()
+
+        with pinned(inputs.kernels), expanded_keys() if inputs.expanded else nullcontext():
+            for _ in range(3):
+                one_step()
+    steps = gpu.trace.steps
+    return Run(gpu.trace, (steps[1], steps[2]), (steps[2], steps[3]))
+
+
+def _load_nf4(model: nn.Module, loading: Loading) -> None:
+    """Tensor by tensor in the order of the modules: fp16 to the card, quantised, the fp16 copy freed."""
+    owners: list[tuple[nn.Module, str, Tensor]] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                owners.append((module, name, tensor))
+    if loading.warmup:
+        total = sum(
+            t.numel() // 2 if isinstance(m, NF4Linear) and n == "weight" else t.nbytes for m, n, t in owners
+        )
+        torch.empty(total // 2, dtype=torch.float16)
+    ahead: list[Tensor] = []
+    with torch.no_grad():
+        for at, (module, name, tensor) in enumerate(owners):
+            while len(ahead) <= min(loading.window, len(owners) - 1 - at):
+                ahead.append(torch.empty_like(owners[at + len(ahead)][2], requires_grad=False))
+            loaded = ahead.pop(0)
+            if isinstance(module, NF4Linear) and name == "weight":
+                module.quantise(loaded)
+                del module._parameters[name]
+            else:
+                shared = [
+                    (m, n) for m in model.modules() for n, t in m._parameters.items() if t is tensor
+                ]
+                parameter = nn.Parameter(loaded, requires_grad=False)
+                for owner, key in shared:
+                    owner._parameters[key] = parameter
+            del loaded
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -982,12 +982,14 @@ def replay(
     context: int = 0,
     others: Mapping[int, int] | None = None,
     order: str = "split",
+    empty_cache: Iterable[int] = (),
 ) -> Replay:
     """Runs a trace through the allocator.
 
     `events` holds block numbers in order: `b` allocates block b, `~b` (that is -b-1) frees it; `sizes[b]` is
     its size in bytes, not rounded. `marks` are (event index, name): the span of that name starts before that
-    event. For the rest see `Allocator`. Raises ValueError if an event frees what isn't allocated or
+    event. `empty_cache` are the event indices before which the program gives its cached segments back
+    (`torch.cuda.empty_cache()`). For the rest see `Allocator`. Raises ValueError if an event frees what isn't allocated or
     allocates twice.
     """
     allocator = Allocator(config, capacity=capacity, context=context, others=others, order=order)
@@ -1005,7 +1007,14 @@ def replay(
     named = sorted(((max(0, min(p, stopped)), name) for p, name in marks), key=lambda m: m[0])
     if not named or named[0][0] > 0:
         named.insert(0, (0, "setup"))
+    emptied = {max(0, min(p, stopped)) for p in empty_cache}
+    for position in sorted(emptied - {p for p, _ in named}):
+        at = bisect_right(named, position, key=lambda m: m[0])
+        named.insert(at, (position, named[at - 1][1]))
     for (start, name), (stop, _) in pairwise([*named, (stopped, "")]):
+        if start in emptied:
+            emptied.discard(start)
+            allocator.empty_cache()
         allocator.reset_peaks()
         position = start
         try:
@@ -1064,12 +1073,14 @@ def replay_orders(
     capacity: int | None = None,
     context: int = 0,
     others: Mapping[int, int] | None = None,
+    empty_cache: Iterable[int] = (),
 ) -> dict[str, Replay]:
     """The replay under each order of segment addresses: the honest range of the reserved bytes."""
-    marks = tuple(marks)
+    marks, empty_cache = tuple(marks), tuple(empty_cache)
     return {
         order: replay(
-            events, sizes, config, marks=marks, capacity=capacity, context=context, others=others, order=order
+            events, sizes, config, marks=marks, capacity=capacity, context=context, others=others, order=order,
+            empty_cache=empty_cache,
         )
         for order in ORDERS
     }

@@ -101,6 +101,8 @@ class VirtualGPU:
                 stack.enter_context(self._emulation)
             stack.enter_context(self._meter)
             stack.enter_context(_fake_modules_move())
+            if self.gpu is not None:
+                stack.enter_context(_cuda_functions(self))
             _active.append(self)
             stack.callback(_active.remove, self)
             self._stack = stack.pop_all()
@@ -165,8 +167,9 @@ class VirtualGPU:
         """
         trace = self.trace
         return replay(
-            trace.events, trace.sizes, self.config, marks=trace.marks, context=self.context_bytes, order=order,
-            capacity=self.capacity if limited and self.gpu is not None else None,
+            trace.events, trace.sizes, self.config, marks=trace.marks, context=self.context_bytes,
+            capacity=self.capacity if limited and self.gpu is not None else None, order=order,
+            empty_cache=trace.info.get("empty_cache", ()),
         )  # fmt: skip
 
     @property
@@ -183,6 +186,35 @@ class VirtualGPU:
                 notes.append(f"the CUDA context of {self.gpu.name} isn't known (0.14 to 2 GB): 0 is counted")
             trace.caveats += [note for note in notes if note not in trace.caveats]
         return trace
+
+
+@contextmanager
+def _cuda_functions(gpu: VirtualGPU) -> Iterator[None]:
+    """torch.cuda's memory functions answer for the card, so that a script that measures itself runs as it is."""
+    allocator = gpu._meter._allocator
+    assert allocator is not None
+
+    def answer(name: str) -> Any:
+        return lambda device=None: getattr(allocator, name)
+
+    functions: dict[str, Any] = {
+        "memory_allocated": answer("allocated"),
+        "memory_reserved": answer("reserved"),
+        "max_memory_allocated": answer("peak_allocated"),
+        "max_memory_reserved": answer("peak_reserved"),
+        "reset_peak_memory_stats": lambda device=None: allocator.reset_peaks(),
+        "synchronize": lambda device=None: None,
+        "empty_cache": gpu._meter.empty_cache,
+        "mem_get_info": lambda device=None: (gpu.capacity - allocator.process, gpu.capacity),
+    }
+    before = {name: getattr(torch.cuda, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(torch.cuda, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.cuda, name, function)
 
 
 @contextmanager
@@ -249,6 +281,7 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
         super().__init__(**options)
         self._allocator: Allocator | None = None
         self._placed: dict[int, BlockOf] = {}
+        self._emptied: list[int] = []
         self._hosting = False
         self._host_scalars = False
         self._composed: dict[str, Any] = {}
@@ -343,6 +376,23 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
         return block
 
     # the card's allocator
+
+    def empty_cache(self) -> None:
+        if self._allocator is not None:
+            self._allocator.empty_cache()
+            self._emptied.append(len(self._events))
+
+    def trace_of(self, device: str) -> Trace:
+        trace = super().trace_of(device)
+        if self._emptied:
+            chosen = [d.type == device for d in self._devices]
+            late = [p for p, block in self._late if chosen[block]]
+            trace.info["empty_cache"] = [
+                sum(chosen[e if e >= 0 else ~e] for e in self._events[:position])
+                + sum(p <= position for p in late)
+                for position in self._emptied
+            ]
+        return trace
 
     def _add(
         self, storage: Any, key: int, size: int, shape: Any, dtype: Any, device: Any, operator: int,
