@@ -3,8 +3,8 @@
     python -m benchmarks.attention [--tokens 8192] [--head 64] [--heads 1] [--block 256] [--json OUT]
 
 fp32, causal, on CUDA where there is one, else on one thread, whose own CPU seconds count: a busy machine
-slows them little. The implementations take turns, the best of `--runs` counts. Peak bytes are those of the tensors (the meter's), beyond q,
-k, v and the output's gradient; kernels' own workspaces are not in it.
+slows them little. The implementations take turns, the best of `--runs` counts. Peak bytes are those of the
+tensors, traced, beyond q, k, v and the output's gradient; kernels' own workspaces are not in it.
 """
 
 from __future__ import annotations
