@@ -286,8 +286,7 @@ class Meter(TorchDispatchMode):
         name = str(func._overloadpacket)
         rule = self._rules.get(name)
         call = func if rule is None else partial(rule, func)
-        if rule is None and schema.name.startswith("aten::") and func._can_decompose():
-            # Only in inference mode do operators arrive that are made of others: see those.
+        if rule is None and composed_of_others(func):
             call = partial(self._decomposed, func)
         known = self._kinds[func] = (kind, self._record.intern(name), call)
         return known
@@ -803,6 +802,13 @@ def _resize(storage: torch.UntypedStorage, size: int) -> Any:
         elif size:
             meter._taken(storage, size, (size,), torch.uint8, storage.device, name)
     return result
+
+
+def composed_of_others(func: Any) -> bool:
+    """Whether PyTorch's C++ makes this operator of others. Such a one arrives only in inference mode."""
+    return func._schema.name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from memlab.allocator import Allocator, AllocatorConfig, OutOfMemory, Replay, re
 from memlab.allocator import Block as BlockOf
 from memlab.cuda_rules import COMPOSED, CudaRules, Emulation
 from memlab.hardware import GPU
-from memlab.meter import Meter, torch_size
+from memlab.meter import Meter, composed_of_others, torch_size
 from memlab.trace import Trace
 
 __all__ = ["DataDependentError", "VirtualGPU", "device"]
@@ -290,7 +290,7 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
         kind, name, call = super()._classify(func)
         if self._allocator is not None:
             if (kernel := self._composed.get(str(getattr(func, "_overloadpacket", "")))) is not None:
-                if func._can_decompose():
+                if composed_of_others(func):
                     call = partial(self._seen_inside, kernel)
             elif _DATA_DEPENDENT & set(getattr(func, "tags", ())):
                 call = partial(self._valueless, func)
