@@ -96,20 +96,20 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 #: Functions whose inputs autocast casts to 16 bits: matrix products. (ATen/autocast_mode.h,
 #: AT_FORALL_LOWER_PRECISION_FP, also lists recurrent cells.)
 LOW = frozenset({
-    "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention",
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum",
+    "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 })  # fmt: skip
 _LOSSES = frozenset({
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
     "binary_cross_entropy_with_logits",
 })  # fmt: skip
-#: Functions whose 16-bit inputs it casts to fp32. CUDA's list is the longer one: that is why a card's autocast
-#: saves less than the CPU's. (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE.)
+#: Functions whose 16-bit inputs it casts to fp32. CUDA's list is the longer one: that is why a card's
+#: autocast saves fewer bytes than the CPU's. (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE.)
 HIGH = {
     "cpu": _LOSSES,
     "cuda": _LOSSES | {
-        "softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "exp", "log", "pow", "__pow__", "rsqrt",
-        "reciprocal", "softplus", "logsumexp", "sum", "prod", "cumsum", "norm",
+        "softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "exp", "log", "pow", "__pow__",
+        "rsqrt", "reciprocal", "softplus", "logsumexp", "sum", "prod", "cumsum", "norm",
     },
 }  # fmt: skip
 
@@ -165,8 +165,8 @@ class LossScaler:
 
     The loss is multiplied by `factor`, the gradients are divided by it before the step. A step whose
     gradients hold inf or NaN is left out and the factor becomes `backoff` times it; after `interval` good
-    steps in a row it becomes `growth` times it. Factors are powers of two: multiplying by them rounds nothing.
-    Holds no tensor. Reads one number from the device for each step; fake tensors have none, so no overflow.
+    steps in a row it becomes `growth` times it. Factors are powers of two: multiplying by them rounds nothing. Holds
+    no tensor. Reads one number from the device for each step; fake tensors have none, so no overflow.
     """
 
     def __init__(
@@ -272,8 +272,8 @@ def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Ten
     """fp32 -> bf16, up or down to a neighbour, so that the *mean* over many roundings is x.
 
     A bf16 number is the upper half of an fp32 number's bits. Adding a random lower half carries into the
-    upper one with the probability that the lower half stands for; then it is cut off. Infinities and NaN stay.
-    Takes two more tensors of x's bytes for a moment, and a mask.
+    upper one with the probability that the lower half stands for; then it is cut off. Infinities and NaN
+    stay. Takes two more tensors of x's bytes for a moment, and a mask.
     """
     if x.dtype != torch.float32:
         raise ValueError(f"stochastic rounding is from fp32 to bf16: this is {x.dtype}")
