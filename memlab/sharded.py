@@ -123,6 +123,11 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     # DTensor runs each operator once on the whole shape to learn its strides: that is nobody's memory.
     name = "_propagate_tensor_meta_non_cached"
     yield ShardingPropagator, name, _without_modes(ShardingPropagator.__dict__[name])
+    from torch.distributed.tensor import _sharding_prop
+
+    name = "_propagate_use_strided_shard_flag"
+    if hasattr(_sharding_prop, name):
+        yield _sharding_prop, name, _once_per_operator(getattr(_sharding_prop, name))
     # fully_shard cuts a parameter into one piece per rank, and uses two of the pieces.
     yield _fsdp_param, "_chunk_with_empty", _Chunks
     # DistributedDataParallel's reducer is C++ and reads addresses.
@@ -142,6 +147,23 @@ def _without_modes(method: Any) -> Any:
             if isinstance(ranks := kwargs.get("_rank_map"), FakeTensor):  # init_device_mesh numbers them 0, 1, ...
                 kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
             return method(*args, **kwargs)
+
+    return call
+
+
+def _once_per_operator(propagate: Any) -> Any:
+    """An optimizer's operator on n parameters looks for strided shards n times through n specs: once will do."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    without: list[Any] = [None]
+
+    def call(strategy: Any, schema: Any) -> None:
+        if schema is without[0]:
+            return
+        if any(isinstance(p, _StridedShard) for spec in schema.args_spec for p in spec.placements):
+            propagate(strategy, schema)
+        else:
+            without[0] = schema
 
     return call
 
@@ -187,7 +209,7 @@ class _Reducer:
 
     One flat buffer per bucket, made once and kept. A gradient is scaled into its place there; after the
     all-reduce it is copied back, or becomes a view of the bucket (`gradient_as_bucket_view`). The buckets are
-    in the order in which gradients arrive, to which the true reducer changes in its second step.
+    in the order in which gradients arrive, to which the true reducer changes early in its second step.
     """
 
     def __init__(
@@ -241,15 +263,20 @@ class _Reducer:
                     assert p.grad is not None
                     p.grad.copy_(self.views[p])
                 self.active = False
+                if not self.rebuilt and not self.as_view:
+                    self._rebuild()
 
     def _rebuild_buckets(self) -> bool:
-        if self.rebuilt or len(self.arrived) < len(self.parameters):
-            return False
+        late = not self.rebuilt and len(self.arrived) == len(self.parameters)
+        if late:
+            self._rebuild()
+        return late
+
+    def _rebuild(self) -> None:
         order = self.arrived
         indices, _ = dist._compute_bucket_assignment_by_size(order, self.caps, [False] * len(order), [])
         self._fill([[order[i] for i in bucket] for bucket in indices])
         self.rebuilt = True
-        return True
 
     def prepare_for_backward(self, outputs: Any) -> None:
         self.active, self.arrived = True, []
@@ -384,6 +411,7 @@ class _Masters(torch.optim.Optimizer):
         for p, master in self.masters.items():
             self.state[p]["master"] = master
         self.inner = make(list(self.masters.values()))
+        self.early = early
         if early:
             for p in self.parameters:
                 p.register_post_accumulate_grad_hook(self.collect)
@@ -612,14 +640,14 @@ def sharded_workload(
 
 
 def _step_on_host(optimizer: torch.optim.Optimizer, host: _Host) -> None:
-    stack: list[AbstractContextManager[Any]] = []
+    """Parameters, gradients and states are there: so is what a step makes."""
+    step = optimizer.step
 
-    def before(*_: Any) -> None:
-        stack.append(host.place())
-        stack[-1].__enter__()
+    def there(closure: Any = None) -> Any:
+        with host.place():
+            return step(closure)
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda *_: stack.pop().__exit__(None, None, None) and None)
+    optimizer.step = there  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -650,6 +678,23 @@ def _refuse(recipe: Recipe, sharding: Sharding) -> None:
         raise RecipeError("ZeroRedundancyOptimizer steps on the card: offload with zero_stage 0, 2 or 3")
     if sharding.fp32_gradients and (recipe.precision != "bf16" or recipe.zero_stage < 2):
         raise RecipeError("fp32_gradients keeps bf16 shards beside fp32 masters: precision bf16, zero_stage 2 or 3")
+
+
+def _settle(work: ShardedWorkload) -> None:
+    """What the first step leaves, without running it: optimizer states, and fully_shard's buffers."""
+    net = work.model
+    for module in net.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+            module.reshard()
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    optimizer = work.optimizer
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+        if isinstance(optimizer, _Masters) and optimizer.early:
+            optimizer.collect(p)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 # -- the trace -----------------------------------------------------------------------------------------------
@@ -687,10 +732,14 @@ def trace_sharded(
         meter.__class__ = _CardRankMeter
         with virtual_gpu._mode:
             work = sharded_workload(config, recipe, sharding=sharding, _host=_Host(virtual_gpu))
+            # Where memory is limited the first step counts too: it may be the one that fails.
+            quick = limit is None and card is None and recipe.zero_stage >= 2 and recipe.set_to_none
+            if quick:
+                _settle(work)
         meter._model, meter._optimizer = work.model, work.optimizer
         with virtual_gpu:
             reducer = getattr(work.model, "reducer", None)
-            for _ in range(2 if reducer is None else 3):
+            for _ in range(1 if quick else 2):
                 work.step()
             for bucket in () if reducer is None else reducer.buckets:
                 meter._own(bucket, GRADIENTS)
