@@ -97,7 +97,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 #: AT_FORALL_LOWER_PRECISION_FP, also lists recurrent cells.)
 LOW = frozenset({
     "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum",
-    "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 })  # fmt: skip
 _LOSSES = frozenset({
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
@@ -115,7 +116,7 @@ HIGH = {
 
 
 class Autocast(TorchFunctionMode):
-    """`torch.autocast` in 25 lines, with the CPU's lists or CUDA's, wherever it runs.
+    """`torch.autocast` in 25 lines, with the CPU's lists or CUDA's, wherever it runs:
 
         with Autocast(torch.bfloat16, rules="cuda"):
             loss = loss_of(batch)
@@ -165,8 +166,8 @@ class LossScaler:
 
     The loss is multiplied by `factor`, the gradients are divided by it before the step. A step whose
     gradients hold inf or NaN is left out and the factor becomes `backoff` times it; after `interval` good
-    steps in a row it becomes `growth` times it. Factors are powers of two: multiplying by them rounds nothing. Holds
-    no tensor. Reads one number from the device for each step; fake tensors have none, so no overflow.
+    steps in a row it becomes `growth` times it. Powers of two: multiplying by them rounds nothing. Holds no
+    tensor. Reads one number from the device for each step; fake tensors have none, so no overflow.
     """
 
     def __init__(
@@ -292,10 +293,10 @@ def stochastic_add_(weight: Tensor, update: Tensor, generator: torch.Generator |
 
 
 def cast_bytes(model: nn.Module, itemsize: int = 2) -> int:
-    """Bytes of autocast's weight copies: every weight and bias of a matrix product or convolution, once.
+    """Bytes of autocast's weight copies: every weight and bias of a Linear or convolution, tied ones once.
 
-    They live from the weight's first use to its last in the backward. Tied weights are cast once. (A frozen
-    weight is not kept for a second use, but its copy lives as long where it is used once.)
+    They live to the end of the `with` block, and those of weights further to their use in the backward,
+    where the input's gradient is asked for.
     """
     kinds = (nn.Linear, nn.modules.conv._ConvNd)
     cast = {id(p): p for m in model.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
