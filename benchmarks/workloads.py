@@ -245,12 +245,15 @@ def _causal_mask(ids: Tensor) -> Tensor:
 
 
 class _Dequantised(torch.autograd.Function):
-    """bitsandbytes' MatMul4Bit: the weight is made fp16 for each product; only the packed one is saved."""
+    """bitsandbytes' MatMul4Bit: the weight is made fp16 for each product; only the packed one is kept.
+
+    It is kept as an attribute, not by save_for_backward, so checkpointing doesn't see it: the recomputation
+    stops earlier than it would.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: NF4Linear, bias: Tensor | None) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(layer.packed)
         return torch.nn.functional.linear(x, layer.dequantised(), bias)
 
     @staticmethod

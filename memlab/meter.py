@@ -806,9 +806,9 @@ def _resize(storage: torch.UntypedStorage, size: int) -> Any:
 
 def composed_of_others(func: Any) -> bool:
     """Whether PyTorch's C++ makes this operator of others. Such a one arrives only in inference mode."""
-    return func._schema.name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    )
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return name.startswith("aten::") and has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
 
 
 def _local(tensor: Tensor) -> Tensor:

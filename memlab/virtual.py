@@ -371,9 +371,22 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
         self._dtypes.append(record.intern("uint8"))
         self._lines.append(0)
         self._devices.append(torch.device("cpu"))
+        try:
+            self._place(block, size)
+        except torch.OutOfMemoryError:
+            self._forget_last()
+            raise
         self.live_bytes += size
-        self._place(block, size)
         return block
+
+    def _forget_last(self) -> None:
+        """The newest block was never given out by the card."""
+        if self._events and self._events[-1] == len(self._sizes) - 1:
+            self._events.pop()
+        for column in (self._sizes, self._owners, self._record.shapes, self._devices):
+            column.pop()
+        for column in self._record.columns.values():
+            column.pop()
 
     # the card's allocator
 
@@ -403,7 +416,8 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
             try:
                 self._place(len(self._sizes) - 1, size)
             except torch.OutOfMemoryError:
-                self.live_bytes += size  # its end will be counted
+                self._alive.pop(key, None)
+                self._forget_last()
                 raise
 
     def _place(self, block: int, size: int) -> None:
