@@ -30,6 +30,7 @@ from memlab.techniques.offload import (
 )
 from memlab.virtual import VirtualGPU
 
+from ..memlab.witness import resident_peak
 from .awkward import batches, loss_of, make, train
 
 LAYERS, BATCH, WIDTH = 8, 512, 256
@@ -308,3 +309,36 @@ def test_bad_input() -> None:
         offload_saved(nn.Identity(), "dsk")
     with pytest.raises(ValueError, match="unknown offload 'everything'"):
         moved(1, "everything")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from /proc")
+def test_resident_memory_agrees() -> None:
+    """After the forward: all units plain; none with files; with a host buffer, on a CPU, all of them."""
+    program = """
+import sys, torch
+from torch import nn
+from memlab.techniques.offload import offload_saved
+torch.set_num_threads(1)
+layers, unit = 8, 2**20
+result = {}
+for where in ("plain", "host", "disk"):
+    model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(256, 256), nn.ReLU())))
+    x = torch.ones(1024, 256)
+    for turn in ("warm", "measured"):
+        loss = None
+        before = now()
+        if where == "plain":
+            loss = model(x).sum()
+        else:
+            with offload_saved(model, where):
+                loss = model(x).sum()
+        result[where] = now() - before
+        loss.backward()
+        model.zero_grad(set_to_none=False)
+print(json.dumps(result))
+"""
+    unit = 2**20
+    left = resident_peak(program)
+    assert left["plain"] == pytest.approx(LAYERS * unit, rel=0.1)
+    assert left["host"] == pytest.approx((LAYERS + 1) * unit, rel=0.1)
+    assert left["disk"] < unit
