@@ -14,8 +14,11 @@ Why the parts can't simply be added: softmax needs the row's maximum and sum ove
 softmax keeps a running maximum m and sum l, and when a new tile raises the maximum, it scales what it has by
 exp(m_old - m_new) (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135, algorithm 1).
 
-What it costs. The backward computes each tile of scores again: 7 matrix products per pair of tiles in all
-instead of 6. A fused kernel keeps tiles in the chip's fast memory and is quicker than `eager`; here the
+Measured at 8,192 tokens, one head of 64, fp32, causal, forward + backward, with the output: eager 836 MiB,
+tiled 8.75 MiB, SDPA 8.03 MiB; on one CPU thread 5.1, 1.3 and 1 times SDPA's time (benchmarks/attention.py).
+
+What it costs. The backward computes each tile of scores again: 7 matrix products for each pair of tiles in
+all instead of 6. A fused kernel keeps tiles in the chip's fast memory and is quicker than `eager`; here the
 tiles are torch operations, and what they save is memory.
 """
 

@@ -15,7 +15,7 @@ from memlab.meter import Meter
 from memlab.techniques import checkpointing as ck
 from memlab.virtual import VirtualGPU
 from tests.memlab.witness import resident_peak
-from tests.techniques.awkward import HIDDEN, Batch, batches, differences, loss_of, make, train
+from tests.techniques.awkward import HIDDEN, Batch, Block, batches, differences, loss_of, make, train
 
 LAYERS, ROWS, WIDTH = 64, 4096, 64
 UNIT = ROWS * WIDTH * 4  # one activation, 1 MiB; the weights of a layer are 1/64 of it
@@ -158,6 +158,30 @@ def test_the_whole_model_in_one_segment_saves_nothing_at_the_peak():
         live = meter.live_bytes
     assert y.requires_grad
     assert live < 3 * UNIT + LAYERS * WIDTH * (WIDTH + 1) * 4 + 8192
+
+
+@pytest.mark.parametrize("every", [None, 2, 3, 4, 6, 12])
+def test_peak_of_transformer_blocks_is_the_closed_form(every):
+    layers, shape = 12, (8, 64, 128)
+    boundary = 4 * 8 * 64 * 128
+
+    def step(every):
+        blocks, x = nn.ModuleList(Block(128, 4, dropout=0.0) for _ in range(layers)), torch.randn(shape)
+        weights = sum(p.numel() * 4 for p in blocks.parameters())
+        with Meter(blocks) as meter:
+            y = ck.run(blocks, x, every)
+            live = meter.live_bytes - weights - boundary
+            y.sum().backward()
+        return meter.trace.peak_bytes - weights - boundary - meter.trace.consumers_at_peak()[
+            "gradients"
+        ], live
+
+    inside = step(None)[1] // layers
+    peak, live = step(every)
+    assert inside > 15 * boundary
+    assert peak == pytest.approx(ck.peak_bytes(layers, every, boundary=boundary, inside=inside), rel=0.04)
+    if every is not None:  # after the forward: the segments' inputs and the output, without the batch
+        assert live == layers // every * boundary
 
 
 def test_from_scratch_holds_two_units_more():
