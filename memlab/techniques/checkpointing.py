@@ -38,6 +38,7 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -149,9 +150,8 @@ class _Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, parameters = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
-        inputs = [
-            t.detach().requires_grad_(t.requires_grad) for t in inputs
-        ]  # a graph of its own begins here
+        # detached: the second forward has a graph of its own, which begins here
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
         with torch.enable_grad(), ctx.conditions():
             out = ctx.function(*inputs)
         sources = [t for t in (*inputs, *parameters) if t.requires_grad]
@@ -226,8 +226,9 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in self.keep:
-            # detached: holding the output itself would hold the graph that holds this list
-            self.kept.append(_detached(out))
+            # detached: the output itself would hold the graph, which holds this list
+            kept = tree_map_only(Tensor, _detached, out)
+            self.kept.append((kept, _versions(kept)))
         return out
 
 
@@ -235,13 +236,24 @@ class _Reuse(_Keep):  # type: ignore[no-untyped-call]
     """Operators come in the forward's order, so the first output kept is the next one asked for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.kept.pop(0) if func in self.keep else func(*args, **(kwargs or {}))
+        if func not in self.keep:
+            return func(*args, **(kwargs or {}))
+        out, versions = self.kept.pop(0)
+        if versions != _versions(out):
+            raise RuntimeError(
+                f"a kept output of {func} was changed in place (ReLU(inplace=True)?): keep less"
+            )
+        return out
 
 
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    return type(value)(map(_detached, value)) if isinstance(value, (tuple, list)) else value
+def _detached(x: Tensor) -> Tensor:
+    # below autograd a detached tensor has a version counter of its own, unless this key is let through
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+def _versions(value: Any) -> list[int]:
+    return [t._version for t in tree_leaves(value) if isinstance(t, Tensor)]
 
 
 # -- chosen by the compiler --------------------------------------------------------------------------------

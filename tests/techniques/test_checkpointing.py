@@ -281,6 +281,13 @@ def test_selective_recomputes_no_matrix_product():
         assert count.recomputed["native_layer_norm"] > 0
 
 
+@pytest.mark.parametrize("checkpoint", [ck.selective(), ck.selective_by_hand()])
+def test_a_kept_output_that_changes_in_place_is_refused(checkpoint):
+    layer, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)), torch.randn(2, 4)
+    with pytest.raises(RuntimeError, match=r"mutated|changed in place"):
+        ck.run([layer], x, checkpoint=checkpoint).sum().backward()
+
+
 # -- elsewhere -----------------------------------------------------------------------------------------------
 
 
