@@ -7,16 +7,16 @@ exactness rests on them. Needs transformers and peft (extra `benchmarks`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memlab.cuda_rules import CudaRules
 from memlab.trace import Trace
 from memlab.virtual import VirtualGPU
 
@@ -326,18 +326,19 @@ class Loading:
     warmup: bool = True
 
 
-def fitcheck_nf4(config: dict[str, Any], inputs: Inputs, loading: Loading) -> Run:
-    """scripts/measure.py of fitcheck-llm 0.3.1 with --quant nf4."""
+#: How far the loader may run ahead, in tensors: none, one, its four worker threads, four each.
+WINDOWS = (0, 1, 4, 16)
+
+
+def fitcheck_nf4(config: dict[str, Any], inputs: Inputs, loading: Loading) -> list[Run]:
+    """scripts/measure.py of fitcheck-llm 0.3.1 with --quant nf4.
+
+    The first run is the one of `loading`; the others differ in the loader's order alone (`WINDOWS`).
+    """
     with VirtualGPU(inputs.card, limit=1 << 50) as gpu:
-        with gpu.host():
-            model = model_of(config, inputs.attention, torch.float16)
-            for parent in list(model.modules()):
-                for name, child in list(parent.named_children()):
-                    if isinstance(child, nn.Linear) and name != "lm_head":
-                        layer = NF4Linear(child)
-                        layer.weight = child.weight
-                        setattr(parent, name, layer)
+        model = _on_host_nf4(gpu, config, inputs)
         _load_nf4(model, loading)
+        loaded = len(gpu.trace.events)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
             if parameter.dtype == torch.float16:
@@ -368,7 +369,52 @@ def fitcheck_nf4(config: dict[str, Any], inputs: Inputs, loading: Loading) -> Ru
             for _ in range(3):
                 one_step()
     steps = gpu.trace.steps
-    return Run(gpu.trace, (steps[1], steps[2]), (steps[2], steps[3]))
+    runs = [Run(gpu.trace, (steps[1], steps[2]), (steps[2], steps[3]))]
+    for window in WINDOWS:
+        if window != loading.window:
+            with VirtualGPU(inputs.card, limit=1 << 50) as other:
+                model = _on_host_nf4(other, config, inputs)
+                _load_nf4(model, replace(loading, window=window))
+            runs.append(_with_loading(runs[0], loaded, other.trace))
+    return runs
+
+
+def _on_host_nf4(gpu: VirtualGPU, config: dict[str, Any], inputs: Inputs) -> nn.Module:
+    with gpu.host():
+        model = model_of(config, inputs.attention, torch.float16)
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear) and name != "lm_head":
+                    layer = NF4Linear(child)
+                    layer.weight = child.weight
+                    setattr(parent, name, layer)
+    return model
+
+
+def _with_loading(run: Run, loaded: int, loading: Trace) -> Run:
+    """The same run after another loading: what is alive when loading ends is matched by shape, in order."""
+    trace = run.trace
+    left: dict[Any, list[int]] = {}
+    for block in loading.live_at(len(loading.events) - 1):
+        left.setdefault((loading.sizes[block], loading.shapes[block]), []).append(block)
+    rename: dict[int, int] = {}
+    for block in trace.live_at(loaded - 1):
+        rename[block] = left[trace.sizes[block], trace.shapes[block]].pop(0)
+    result = Trace(info=trace.info)
+    result.sizes.extend(loading.sizes)
+    result.sizes.extend(trace.sizes)
+    shift, first = len(loading.events) - loaded, len(loading.sizes)
+    result.events.extend(loading.events)
+    for event in trace.events[loaded:]:
+        block = event if event >= 0 else ~event
+        block = rename.get(block, block + first)
+        result.events.append(block if event >= 0 else ~block)
+    result.marks = [(max(0, position + shift) if position else 0, name) for position, name in trace.marks]
+    result.info["empty_cache"] = [p + shift for p in trace.info.get("empty_cache", ())]
+    headline, phases = run.headline, run.phases
+    return Run(
+        result, (headline[0] + shift, headline[1] + shift), (phases[0] + shift, phases[1] + shift)
+    )
 
 
 def _load_nf4(model: nn.Module, loading: Loading) -> None:
@@ -406,3 +452,21 @@ def _load_nf4(model: nn.Module, loading: Loading) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer)
+
+
+# --- small ones ---------------------------------------------------------------------------------------------
+
+
+def repeated_linear(times: int) -> int:
+    """torchinfo issue 144: Linear(1024, 1024) applied `times` times to zeros(10240, 1024) in fp32; live bytes.
+
+    The issue is of a time when cuBLAS kept its workspace to itself, outside of PyTorch's allocator.
+    """
+    with VirtualGPU("T4", rules=CudaRules(cublas_workspace=False, cublaslt_workspace=False)) as gpu:
+        layer = nn.Linear(1024, 1024)
+        x = torch.zeros(10240, 1024)
+        for _ in range(times):
+            x = layer(x)
+        live = torch.cuda.memory_allocated()
+    assert gpu.trace.events
+    return live
