@@ -48,7 +48,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab import hardware, models, virtual
 from memlab.hardware import GPU
-from memlab.meter import GRADIENTS, Meter, _local
+from memlab.meter import GRADIENTS, Meter, _local, _tensors
 from memlab.models import ConvConfig, TransformerConfig
 from memlab.nets import DTYPES, Net, build
 from memlab.recipe import Recipe, RecipeError
@@ -57,7 +57,6 @@ from memlab.trace import Trace
 from memlab.virtual import VirtualGPU
 
 __all__ = ["Sharding", "fake_process_group", "sharded_workload", "trace_sharded"]
-
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +94,13 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
     Raises ValueError for a rank that doesn't exist, RuntimeError if there is a process group already.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} doesn't exist in a world of {world_size}: ranks are 0 to {world_size - 1}")
+        raise ValueError(
+            f"rank {rank} doesn't exist in a world of {world_size}: ranks are 0 to {world_size - 1}"
+        )
     if dist.is_initialized():
-        raise RuntimeError("a process group exists already: call torch.distributed.destroy_process_group() first")
+        raise RuntimeError(
+            "a process group exists already: call torch.distributed.destroy_process_group() first"
+        )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with ExitStack() as stack:
@@ -130,6 +133,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         yield _sharding_prop, name, _once_per_operator(getattr(_sharding_prop, name))
     # fully_shard cuts a parameter into one piece per rank, and uses two of the pieces.
     yield _fsdp_param, "_chunk_with_empty", _Chunks
+    # A virtual card's meter has to see through DTensors.
+    yield virtual, "_CardMeter", _CardRankMeter
     # DistributedDataParallel's reducer is C++ and reads addresses.
     yield dist, "Reducer", _Reducer
     yield dist, "Logger", _Logger
@@ -144,7 +149,9 @@ def _without_modes(method: Any) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            if isinstance(ranks := kwargs.get("_rank_map"), FakeTensor):  # init_device_mesh numbers them 0, 1, ...
+            if isinstance(
+                ranks := kwargs.get("_rank_map"), FakeTensor
+            ):  # init_device_mesh numbers them 0, 1, ...
                 kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
             return method(*args, **kwargs)
 
@@ -374,7 +381,9 @@ class _CardRankMeter(RankMeter, virtual._CardMeter):
 class _OnShards(torch.optim.Optimizer):
     """An optimizer of plain tensors on the local shards of DTensors: `make(shards)` builds it."""
 
-    def __init__(self, parameters: Sequence[Tensor], make: Callable[[list[Any]], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], make: Callable[[list[Any]], torch.optim.Optimizer]
+    ) -> None:
         super().__init__(parameters, {})
         self.parameters = list(parameters)
         self.shards = [nn.Parameter(_local(p).detach()) for p in self.parameters]
@@ -523,7 +532,9 @@ def _fully_shard(net: Net, recipe: Recipe, sharding: Sharding, mesh: Any, host: 
     offloaded = recipe.offloaded("parameters") is not None
     offload = CPUOffloadPolicy(pin_memory=False) if offloaded else OffloadPolicy()
     for module in (*_blocks(net), net):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+        )
     if offloaded and host.card is not None:
         for module in net.modules():
             _host_parameters(module, host)
@@ -602,7 +613,9 @@ def sharded_workload(
     device = torch.device(device)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != recipe.world_size:
-        raise RecipeError(f"the process group has {world} ranks, the recipe a world_size of {recipe.world_size}")
+        raise RecipeError(
+            f"the process group has {world} ranks, the recipe a world_size of {recipe.world_size}"
+        )
     _refuse(recipe, sharding)
 
     torch.manual_seed(seed)
@@ -677,10 +690,20 @@ def _refuse(recipe: Recipe, sharding: Sharding) -> None:
     if recipe.offload and recipe.zero_stage == 1:
         raise RecipeError("ZeroRedundancyOptimizer steps on the card: offload with zero_stage 0, 2 or 3")
     if sharding.fp32_gradients and (recipe.precision != "bf16" or recipe.zero_stage < 2):
-        raise RecipeError("fp32_gradients keeps bf16 shards beside fp32 masters: precision bf16, zero_stage 2 or 3")
+        raise RecipeError(
+            "fp32_gradients keeps bf16 shards beside fp32 masters: precision bf16, zero_stage 2 or 3"
+        )
 
 
-def _settle(work: ShardedWorkload) -> None:
+def _gradients_elsewhere(work: ShardedWorkload) -> list[Tensor]:
+    """Gradients that stand in no parameter's `.grad`: DistributedDataParallel's buckets, fp32 copies."""
+    found = list(getattr(getattr(work.model, "reducer", None), "buckets", ()))
+    if isinstance(work.optimizer, _Masters) and work.optimizer.early:
+        found += [master.grad for master in work.optimizer.masters.values() if master.grad is not None]
+    return found
+
+
+def _settle(work: ShardedWorkload, host: _Host) -> None:
     """What the first step leaves, without running it: optimizer states, and fully_shard's buffers."""
     net = work.model
     for module in net.modules():
@@ -695,6 +718,10 @@ def _settle(work: ShardedWorkload) -> None:
             optimizer.collect(p)
     optimizer.step()
     optimizer.zero_grad()
+    if {"optimizer_states", "parameters"} & {item.partition(":")[0] for item in work.recipe.offload}:
+        assert host.card is not None
+        for tensor in _tensors(list(optimizer.state.values())):
+            host.card._meter.on_host(_local(tensor))
 
 
 # -- the trace -----------------------------------------------------------------------------------------------
@@ -708,14 +735,16 @@ def trace_sharded(
     gpu: str | GPU | None = None,
     limit: int | None = None,
     lines: bool = False,
+    warm: bool | None = None,
     **fields: Any,
 ) -> Trace:
     """The trace of one rank's training step in a world of `recipe.world_size`, with neither cluster nor memory.
 
     model, recipe, **fields, gpu, limit, lines: as for `report.trace_step`. sharding: the rank and what else a
     recipe doesn't say.
-    The model is built and sharded before the trace begins, as on the meta device; the step returned is the
-    second, when optimizer states exist. With offload `trace.info["host"]` says what stands in host memory.
+    warm: begin with optimizer states made and trace one step, in place of two steps of which the second is
+        returned. The two agree; None: do so unless memory is limited, where the first step may be the one to fail.
+    The model is built and sharded before the trace begins, as on the meta device. With offload `trace.info["host"]` says what stands in host memory.
     Raises torch.OutOfMemoryError where the card would, naming the layer.
     """
     config = models.model(model) if isinstance(model, str) else model
@@ -729,21 +758,19 @@ def trace_sharded(
             stack.enter_context(fake_process_group(recipe.world_size, sharding.rank))
         virtual_gpu = VirtualGPU(card, limit=limit, lines=lines)
         meter = virtual_gpu._meter
-        meter.__class__ = _CardRankMeter
         with virtual_gpu._mode:
-            work = sharded_workload(config, recipe, sharding=sharding, _host=_Host(virtual_gpu))
-            # Where memory is limited the first step counts too: it may be the one that fails.
-            quick = limit is None and card is None and recipe.zero_stage >= 2 and recipe.set_to_none
-            if quick:
-                _settle(work)
+            host = _Host(virtual_gpu)
+            work = sharded_workload(config, recipe, sharding=sharding, _host=host)
+            warm = (limit is None and card is None) if warm is None else warm
+            warm = warm and recipe.zero_stage >= 2 and recipe.set_to_none
+            if warm:
+                _settle(work, host)
         meter._model, meter._optimizer = work.model, work.optimizer
         with virtual_gpu:
-            reducer = getattr(work.model, "reducer", None)
-            for _ in range(1 if quick else 2):
+            for _ in range(1 if warm else 2):
                 work.step()
-            for bucket in () if reducer is None else reducer.buckets:
-                meter._own(bucket, GRADIENTS)
-            del reducer
+            for tensor in _gradients_elsewhere(work):
+                meter._own(tensor, GRADIENTS)
         del work
     trace = virtual_gpu.trace.last_step()
     trace.info |= {"model": config.name, "recipe": recipe.to_dict(), "rank": sharding.rank}

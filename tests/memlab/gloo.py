@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,15 @@ def run(rank: int, world: int, port: int, name: str, recipe: Any, sharding: Any)
     from memlab.recipe import Recipe
     from memlab.sharded import RankMeter, Sharding, sharded_workload
 
+    class PatientMeter(RankMeter):
+        """gloo's threads hold a tensor for a moment after its collective is done: give them that moment."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+                time.sleep(0.002)
+            return out
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
@@ -59,7 +69,7 @@ def run(rank: int, world: int, port: int, name: str, recipe: Any, sharding: Any)
             work.model.register_comm_hook(None, average)
         for _ in range(2):
             work.step()
-        with RankMeter(work.model, work.optimizer, device="cpu") as meter:
+        with PatientMeter(work.model, work.optimizer, device="cpu") as meter:
             for bucket in buckets.values():
                 meter._own(bucket, GRADIENTS)
             loss = float(work.step())

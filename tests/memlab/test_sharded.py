@@ -1,0 +1,248 @@
+"""Sharded steps on a process group that isn't there equal those on gloo, to the byte and event by event."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+from memlab import virtual
+from memlab.recipe import Recipe, RecipeError
+from memlab.sharded import Sharding, _Chunks, fake_process_group, trace_sharded
+from memlab.trace import Trace
+from memlab.units import PHASES
+from tests.memlab.gloo import TINY, on_gloo
+
+gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo: no witness"
+)
+
+
+def events(trace: Trace) -> list[int]:
+    """Sizes in order, freed ones negative, from the first forward to the end of the optimizer."""
+    start = next(position for position, phase in trace.marks if phase == "forward")
+    after = [position for position, phase in trace.marks if phase == "setup" and position > start]
+    return [
+        trace.sizes[e] if e >= 0 else -trace.sizes[~e] for e in trace.events[start : min(after, default=None)]
+    ]
+
+
+def phases(trace: Trace) -> dict[str, int]:
+    return {phase: n for phase, n in trace.phase_peaks().items() if phase in PHASES}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fully_shard, 2 ranks": ("gpt", {"precision": "fp32", "zero_stage": 3, "world_size": 2}),
+    "fully_shard, 4 ranks": ("gpt", {"precision": "fp32", "zero_stage": 3, "world_size": 4}),
+    "weights kept, fp32 shards, checkpoints": (
+        "llama", {"precision": "bf16-master", "zero_stage": 2, "world_size": 2, "checkpointing": "full"},
+    ),
+    "DistributedDataParallel": ("gpt", {"precision": "fp32", "world_size": 2}),
+    "ZeroRedundancyOptimizer": ("gpt", {"precision": "fp32", "zero_stage": 1, "world_size": 2}),
+    "tensor parallel": ("gpt", {"precision": "fp32", "tensor_parallel": 2, "world_size": 2}),
+    "fully_shard and tensor parallel, 4 ranks": (
+        "llama", {"precision": "bf16", "zero_stage": 3, "tensor_parallel": 2, "world_size": 4,
+                  "optimizer_impl": "fused", "checkpointing": "every-2"},
+    ),
+}  # fmt: skip
+
+
+@gloo
+@pytest.mark.parametrize("case", CASES)
+def test_fake_group_equals_gloo(case: str, tmp_path: Path) -> None:
+    name, recipe = CASES[case]
+    fakes = [
+        trace_sharded(TINY[name], Recipe(**recipe), sharding=Sharding(rank=rank))
+        for rank in range(recipe["world_size"])
+    ]
+    # A thread of gloo may let go of a tensor late; what is allocated, and in which order, never depends on it.
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        reals, losses = on_gloo(folder, recipe["world_size"], name, recipe)
+        for rank, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
+            expected = [n for n in events(real) if n > 0]
+            assert [n for n in events(fake) if n > 0] == expected, f"rank {rank} allocates something else"
+        if all(events(fake) == events(real) for fake, real in zip(fakes, reals, strict=True)):
+            break
+    for rank, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
+        assert phases(fake) == phases(real), f"rank {rank}"
+        assert fake.consumers_at_peak() == real.consumers_at_peak(), f"rank {rank}"
+    assert all(4 < loss < 7 for loss in losses), (
+        "the real ranks have trained: the loss of a new model is ln 210"
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_fully_shard_keeps_its_share(world: int) -> None:
+    """Closed form: P/N parameters, 2 P/N states; FSDP pads rows to a multiple of N."""
+    trace = trace_sharded(
+        TINY["llama"], precision="fp32", zero_stage=3, world_size=world, checkpointing="full"
+    )
+    whole = trace_sharded(TINY["llama"], precision="fp32")
+    peaks, full = trace.consumer_peaks(), whole.consumer_peaks()
+    buffers = 24  # the rotary frequencies: 6 fp32 numbers, on every rank
+    padding = 4 * 48 * world * len(TINY["llama"].parameters())
+    assert 0 <= peaks["parameters"] * world - full["parameters"] - buffers * (world - 1) <= padding
+    assert 0 <= peaks["optimizer_states"] * world - full["optimizer_states"] <= 2 * padding
+
+
+def test_first_step_left_out_changes_nothing() -> None:
+    recipe = Recipe(precision="bf16-master", zero_stage=3, world_size=4, checkpointing="full")
+    quick = trace_sharded(TINY["llama"], recipe)
+    honest = trace_sharded(TINY["llama"], recipe, warm=False)
+    assert events(quick) == events(honest)
+    assert phases(quick) == phases(honest)
+    assert quick.consumers_at_peak() == honest.consumers_at_peak()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 30])
+@pytest.mark.parametrize("count", [1, 2, 4, 7, 16])
+def test_pieces_are_torchs(rows: int, count: int) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
+
+    tensor = torch.arange(rows * 3).view(rows, 3)
+    expected = _chunk_with_empty(tensor, count, dim=0)
+    for i in range(count):
+        assert torch.equal(_Chunks(tensor, count, 0)[i], expected[i])
+
+
+def test_ranks_differ_where_rows_do_not_divide() -> None:
+    def parameters(rank: int) -> int:
+        trace = trace_sharded(
+            TINY["gpt"], zero_stage=1, world_size=4, precision="fp32", sharding=Sharding(rank=rank)
+        )
+        return trace.consumer_peaks()["optimizer_states"]
+
+    assert len({parameters(rank) for rank in range(4)}) > 1
+
+
+def test_gathered_weights_are_temporaries() -> None:
+    kept = trace_sharded(TINY["llama"], precision="bf16", zero_stage=2, world_size=4, checkpointing="full")
+    freed = trace_sharded(TINY["llama"], precision="bf16", zero_stage=3, world_size=4, checkpointing="full")
+    assert kept.consumer_peaks()["parameters"] == freed.consumer_peaks()["parameters"]
+    assert kept.consumer_peaks()["activations"] == freed.consumer_peaks()["activations"]
+    assert kept.phase_peaks()["forward"] > freed.phase_peaks()["forward"]
+
+
+def test_offload_moves_bytes_to_the_host() -> None:
+    recipe = Recipe(precision="bf16", zero_stage=3, world_size=4, checkpointing="full")
+    here = trace_sharded(TINY["llama"], recipe)
+    states = trace_sharded(TINY["llama"], recipe.replace(offload=["optimizer_states:cpu"]))
+    everything = trace_sharded(TINY["llama"], recipe.replace(offload=["parameters:cpu"]))
+    activations = trace_sharded(
+        TINY["llama"], recipe.replace(offload=["activations:cpu"], checkpointing="none")
+    )
+    stay = trace_sharded(TINY["llama"], recipe.replace(checkpointing="none"))
+    assert states.consumer_peaks()["optimizer_states"] == 0
+    assert states.consumer_peaks()["parameters"] == here.consumer_peaks()["parameters"]
+    # fp32 copy and two moments of bf16 shards: 12 bytes for each 2.
+    assert states.info["host"]["peak_bytes"] >= 6 * (here.consumer_peaks()["parameters"] - 24)
+    peaks = everything.consumer_peaks()
+    assert peaks["gradients"] == peaks["optimizer_states"] == 0
+    assert peaks["parameters"] <= 24
+    assert everything.info["host"]["peak_bytes"] > 0
+    assert activations.consumer_peaks()["activations"] < stay.consumer_peaks()["activations"]
+
+
+def test_fp32_gradients_are_18_bytes() -> None:
+    recipe = Recipe(
+        precision="bf16", zero_stage=3, world_size=2, checkpointing="full", optimizer_impl="fused"
+    )
+    trace = trace_sharded(TINY["llama"], recipe, sharding=Sharding(fp32_gradients=True))
+    end = trace.consumer_peaks()
+    parameters = end["parameters"] - 24
+    assert end["gradients"] == 2 * parameters
+    assert 6 * parameters <= end["optimizer_states"] <= 6 * parameters + 4 * len(TINY["llama"].parameters())
+
+
+def test_out_of_memory_where_the_card_ends() -> None:
+    recipe = Recipe(precision="fp32", zero_stage=3, world_size=4)
+    need = trace_sharded(TINY["llama"], recipe).peak_bytes
+    trace_sharded(TINY["llama"], recipe, limit=need)
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate .*blocks\.\d"):
+        trace_sharded(TINY["llama"], recipe, limit=need - 1)
+    assert not dist.is_initialized(), "nothing of the group is left after the error"
+
+
+def test_everything_is_undone() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    watched = [
+        (dist, "Reducer"), (dist, "Logger"), (_fsdp_param, "_chunk_with_empty"), (DeviceMesh, "__init__"),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached"), (torch.UntypedStorage, "resize_"),
+    ]  # fmt: skip
+    before = [getattr(owner, name) for owner, name in watched]
+    rules = dict(virtual.CPU_RULES)
+    with pytest.raises(ZeroDivisionError), fake_process_group(8, rank=3):
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 8)
+        assert [getattr(owner, name) for owner, name in watched[:5]] != before[:5]
+        _ = 1 / 0
+    assert not dist.is_initialized()
+    assert [getattr(owner, name) for owner, name in watched] == before
+    assert rules == virtual.CPU_RULES
+
+
+def test_what_cannot_be_is_refused_in_a_line() -> None:
+    with pytest.raises(ValueError, match="ranks are 0 to 3"), fake_process_group(4, rank=4):
+        pass
+    with (
+        fake_process_group(2),
+        pytest.raises(RuntimeError, match="exists already"),
+        fake_process_group(2),
+    ):
+        pass
+    refused = {
+        "zero_stage to 2 or 3": {"tensor_parallel": 2, "world_size": 4},
+        "zero_stage to 3": {"offload": ["parameters:cpu"]},
+        "optimizer_states too": {"offload": ["gradients:cpu"]},
+    }
+    for message, fields in refused.items():
+        with pytest.raises(RecipeError, match=message):
+            trace_sharded(TINY["gpt"], precision="bf16", **fields)
+
+
+def test_users_own_code_runs_in_the_group() -> None:
+    """fully_shard by hand, under a virtual card; shapes are those of rank 1 of 3."""
+    from torch.distributed.fsdp import fully_shard
+
+    with fake_process_group(3, rank=1), virtual.VirtualGPU() as card:
+        model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.Linear(7, 4))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        assert tuple(model[0].weight.to_local().shape) == (3, 10)
+        model(torch.randn(5, 10)).sum().backward()
+        assert tuple(model[1].weight.grad.to_local().shape) == (2, 7)
+    assert card.trace.peak_bytes > 0
+
+
+def test_a_thousand_ranks_in_a_process_of_little_memory() -> None:
+    """Setting up 1024 ranks must not cost 1024 times: the resident memory and the number of pieces say so."""
+    program = (
+        "import json, resource; from memlab.sharded import trace_sharded;"
+        "t = trace_sharded('llama2-70b', precision='bf16', zero_stage=3, world_size=1024, checkpointing='full',"
+        " sequence=256, optimizer_impl='fused');"
+        "print(json.dumps([t.peak_bytes, t.consumer_peaks()['parameters'],"
+        " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    peak, parameters, resident = json.loads(done.stdout)
+    assert 0 <= parameters - 68_976_648_192 * 2 // 1024 < 2**22  # a share, and the padding of the norms
+    assert parameters < peak < 2**34
+    assert resident < 500 * 1024, "KiB"
