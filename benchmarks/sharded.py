@@ -30,7 +30,7 @@ from memlab.recipe import Recipe
 from memlab.trace import Trace
 from memlab.units import GB, GIB, MB, format_bytes, format_gb
 
-#: What a CUDA context takes, in bytes: the least and the most that is published for these cards. The A100's isn't.
+#: What a CUDA context takes, in bytes: the least and the most that is published; the A100's own isn't.
 CONTEXT = (140 * MB, 2 * GB)
 COMMON: dict[str, Any] = {
     "micro_batch": 1,
@@ -52,7 +52,7 @@ class Way:
 
 
 def add_lora(net: Any, rank: int = 16) -> None:
-    """Freeze the model and give every linear layer of its blocks an adapter of `rank` (Hu et al., 2106.09685)."""
+    """Freeze the model; every linear layer of its blocks gets an adapter of `rank` (arXiv:2106.09685)."""
     from torch import Tensor, nn
 
     class Adapted(nn.Module):
@@ -83,13 +83,15 @@ WAYS = (
     Way("fp32 master weights, 8-bit AdamW", "10",
         {**EIGHT, "precision": "bf16-master", "optimizer": "adamw-8bit", "optimizer_impl": "for-loop"}),
     Way("pure bf16, AdamW (fused)", "8", {**EIGHT, "precision": "bf16"}),
-    Way("pure bf16, AdamW (foreach)", "8 + 2 in the step", {**EIGHT, "precision": "bf16", "optimizer_impl": "foreach"}),
+    Way("pure bf16, AdamW (foreach)", "8 + 2 in the step",
+        {**EIGHT, "precision": "bf16", "optimizer_impl": "foreach"}),
     Way("pure bf16, 8-bit AdamW", "6",
         {**EIGHT, "precision": "bf16", "optimizer": "adamw-8bit", "optimizer_impl": "for-loop"}),
     Way("bf16, AdamW and master weights in host memory", "4 + 12 on the host",
         {**EIGHT, "precision": "bf16", "offload": ("optimizer_states:cpu",)}),
     Way("LoRA of rank 16 on a frozen bf16 model", "2", {**EIGHT, "precision": "bf16"}, {"prepare": add_lora}),
-    Way("fp32 master weights, AdamW, 16 cards", "16", {**EIGHT, "precision": "bf16-master", "world_size": 16}),
+    Way("fp32 master weights, AdamW, 16 cards", "16",
+        {**EIGHT, "precision": "bf16-master", "world_size": 16}),
     Way("tensor parallel over 8, fp32 master weights", "16 + 4 in the step",
         {**COMMON, "precision": "bf16-master", "world_size": 8, "tensor_parallel": 8}),
 )  # fmt: skip
@@ -120,7 +122,7 @@ def judge(way: Way, model: TransformerConfig, card: GPU) -> dict[str, Any]:
 
     # The limit is beyond everything: the need is asked for, the verdict comes from the allocator's replay.
     recipe = Recipe(**{**way.recipe, "sequence": min(way.recipe["sequence"], model.context)})
-    trace = trace_sharded(model, recipe, sharding=Sharding(**way.sharding), gpu=card, limit=2**62, warm=True)
+    trace = trace_sharded(model, recipe, sharding=Sharding(**way.sharding), gpu=card, limit=2**62)
     reserved = replay(trace.events, trace.sizes).peak_reserved
     return {
         "way": way.name,
@@ -148,7 +150,7 @@ def variants(model: TransformerConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def live(trace: Trace, shown: int = 12) -> list[dict[str, Any]]:
+def live(trace: Trace, shown: int = 20) -> list[dict[str, Any]]:
     """The largest groups of equal blocks alive at the peak."""
     groups: Counter[tuple[str, str, tuple[int, ...], int]] = Counter()
     for block in trace.at_peak():
@@ -206,31 +208,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not isinstance(model, TransformerConfig):
         parser.error(f"{model.name} isn't a transformer")
     say = partial(print, flush=True)
-    say(
-        f"{model.name}, {model.parameter_count:,} parameters; per rank; {card.name} holds {format_gb(card.memory_bytes)}"
-    )
+    say(f"{model.name}, {model.parameter_count:,} parameters, per rank")
     say("\npure bf16 on 8 ranks, fully_shard, checkpointing, 1 x 4096 tokens: live tensors, no rounding")
     rows = variants(model)
     for row in rows:
         say(f"  {row['variant']:<54}{row['peak_bytes'] / GIB:>9.3f} GiB  in {row['peak_phase']}")
     say(f"\nalive at the peak of the first ({rows[0]['variant']})")
     for item in rows[0]["live"]:
-        say(
-            f"  {item['blocks']:>5} x {format_bytes(item['bytes'] // item['blocks']):>11}  {item['consumer']:<17} {item['what']}"
-        )
+        each = format_bytes(item["bytes"] // item["blocks"])
+        say(f"  {item['blocks']:>5} x {each:>11}  {item['consumer']:<17} {item['what']}")
     say(
-        f"\nthe ways, by {card.name}'s rules; 'just': depends on the CUDA context ({format_gb(CONTEXT[0])} to"
-        f" {format_gb(CONTEXT[1])}); buffers of NCCL aren't in it"
+        f"\nthe ways, by {card.name}'s rules and its {format_gb(card.memory_bytes)}; 'just' depends on the CUDA"
+        f" context, {format_gb(CONTEXT[0])} to {format_gb(CONTEXT[1])}; no NCCL buffers"
     )
     say(f"  {'':<54}{'B/param':>20}{'cards':>7}{'peak':>12}{'reserved':>12}{'host':>12}  fits")
     ways = []
     for way in WAYS:
         row = judge(way, model, card)
         ways.append(row)
+        host = format_gb(row["host_bytes"]) if row["host_bytes"] else "-"
+        sizes = f"{format_gb(row['peak_bytes']):>12}{format_gb(row['reserved_bytes']):>12}{host:>12}"
         say(
-            f"  {row['way']:<54}{row['bytes_per_parameter']:>20}{row['world_size']:>7}"
-            f"{format_gb(row['peak_bytes']):>12}{format_gb(row['reserved_bytes']):>12}"
-            f"{format_gb(row['host_bytes']) if row['host_bytes'] else '-':>12}  {row['fits']} ({row['peak_phase']})"
+            f"  {row['way']:<54}{row['bytes_per_parameter']:>20}{row['world_size']:>7}{sizes}"
+            f"  {row['fits']} (peak in {row['peak_phase']})"
         )
     message = refusal(model, card)
     say(f"\nthe card's answer to the first way: {message or 'it fits'}")
@@ -243,12 +243,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     if not options.quick:
         eight, thousand = timed(model.name, 8), timed(model.name, 1024)
-        say(
-            f"\ntrace on 8 ranks {eight['seconds']:.1f} s ({eight['cpu_seconds']:.1f} s of processor time), on 1024 ranks"
-            f" {thousand['seconds']:.1f} s ({thousand['cpu_seconds']:.1f} s); resident {thousand['rss_mib']:.0f} MiB"
-        )
-        data |= {"trace_70b_8_ranks_seconds": eight["seconds"], "trace_70b_1024_ranks_seconds": thousand["seconds"],
-                 "trace_70b_1024_ranks_rss_mib": thousand["rss_mib"], "eight": eight, "thousand": thousand}  # fmt: skip
+        for ranks, figures in ((8, eight), (1024, thousand)):
+            say(
+                f"trace on {ranks} ranks, set-up included: {figures['seconds']:.1f} s"
+                f" ({figures['cpu_seconds']:.1f} s of processor time), {figures['rss_mib']:.0f} MiB resident"
+            )
+        data["trace_70b_8_ranks_seconds"] = eight["seconds"]
+        data["trace_70b_1024_ranks_seconds"] = thousand["seconds"]
+        data["trace_70b_1024_ranks_rss_mib"] = thousand["rss_mib"]
+        data |= {"8_ranks": eight, "1024_ranks": thousand}
     if options.json:
         options.json.write_text(json.dumps(data, indent=1) + "\n")
 

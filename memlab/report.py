@@ -85,6 +85,7 @@ def trace_step(
     gpu: str | GPU | None = None,
     limit: int | None = None,
     lines: bool = False,
+    rank: int = 0,
     **fields: Any,
 ) -> Trace:
     """The trace of one training step without running it: fake tensors, no memory, any size.
@@ -95,10 +96,19 @@ def trace_step(
         None: this machine's CPU rules and no limit.
     limit: bytes in place of the card's capacity.
     lines: record the source line of each block.
+    rank: whose step, where the recipe has a world_size above 1 (`sharded.trace_sharded` has more to choose).
 
     Two steps are run and the second is returned: optimizer states exist, as in every step but the first.
     Raises UnknownNameError and RecipeError for what isn't known or can't be run.
     """
+    if not callable(model):
+        config, resolved = _resolve(model, recipe, fields)
+        if resolved.world_size > 1 or resolved.offload:
+            from memlab.sharded import Sharding, trace_sharded
+
+            return trace_sharded(
+                config, resolved, sharding=Sharding(rank=rank), gpu=gpu, limit=limit, lines=lines
+            )
     with torch.random.fork_rng(devices=[]):
         with virtual.VirtualGPU(gpu, limit=limit, lines=lines) as card:
             step, _ = _prepare(model, recipe, torch.device("cpu"), fields)
@@ -288,6 +298,8 @@ def compare(
     trace = trace_step(config, recipe, gpu=card, limit=2**62)
     where = virtual.device()
     reason = _why_not(trace.peak_bytes, where) if measure else "not asked for"
+    if recipe.world_size > 1 or recipe.offload:
+        reason = reason or "sharded and offloaded steps are traced, not run, here"
     measured, log = None, None
     if not reason:
         measured, log = _measure(config, recipe, where, None, False, {}, log=where.type == "cpu")

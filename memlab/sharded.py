@@ -9,9 +9,9 @@ allocates doesn't depend on what the others send, so the trace is that of the re
 
 What a recipe's fields stand for here:
 
-* tensor_parallel: the split of Megatron-LM (Shoeybi et al., arXiv:1909.08053) by DTensor. Queries, keys, values
-  and the first MLP layers by columns, the layers after them by rows, embedding and head by vocabulary, with
-  the loss computed on the split logits. Norms are replicated.
+* tensor_parallel: the split of Megatron-LM (Shoeybi et al., arXiv:1909.08053) by DTensor. Queries, keys,
+  values and the first MLP layers by columns, the layers after them by rows, embedding and head by vocabulary,
+  with the loss computed on the split logits. Norms are replicated.
 * zero_stage 0: DistributedDataParallel. Beside the gradients it keeps buckets of the same size.
 * zero_stage 1: the same with ZeroRedundancyOptimizer: each rank keeps the states of whole parameters, about
   1/N of them, so ranks differ a little.
@@ -64,7 +64,7 @@ class Sharding:
     """What a recipe doesn't say about a sharded step. The defaults are PyTorch's.
 
     rank: whose memory is traced.
-    reshard_after_forward: free a block's gathered weights after its forward; None: by zero_stage (3 yes, 2 no).
+    reshard_after_forward: free a block's gathered weights after its forward; None: as zero_stage says.
     reduce_dtype: 'fp32' or 'bf16' for the reduction of gradients under bf16-master; None: as computed, bf16.
     fp32_gradients: with precision bf16, keep each reduced gradient in fp32, beside fp32 master weights and
         moments: 2 + 4 + 12 = 18 bytes per parameter, DeepSpeed's bookkeeping.
@@ -159,7 +159,7 @@ def _without_modes(method: Any) -> Any:
 
 
 def _once_per_operator(propagate: Any) -> Any:
-    """An optimizer's operator on n parameters looks for strided shards n times through n specs: once will do."""
+    """An operator on n parameters looks for strided shards n times through n specs: once will do."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     without: list[Any] = [None]
@@ -173,6 +173,10 @@ def _once_per_operator(propagate: Any) -> Any:
             without[0] = schema
 
     return call
+
+
+def _after_gradient(parameter: Tensor, call: Callable[[Tensor], None]) -> Any:
+    return parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
 def _arrived(func: Any, tensor: Tensor) -> Tensor:
@@ -241,7 +245,7 @@ class _Reducer:
         self.active, self.rebuilt = False, False
         self.arrived: list[Tensor] = []
         self._fill([[self.parameters[i] for i in indices] for indices in buckets])
-        self.handles = [p.register_post_accumulate_grad_hook(self._ready) for p in self.parameters]
+        self.handles = [_after_gradient(p, self._ready) for p in self.parameters]
 
     def _fill(self, buckets: Sequence[Sequence[Tensor]]) -> None:
         self.buckets.clear()
@@ -281,7 +285,9 @@ class _Reducer:
 
     def _rebuild(self) -> None:
         order = self.arrived
-        indices, _ = dist._compute_bucket_assignment_by_size(order, self.caps, [False] * len(order), [])
+        indices, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+            order, self.caps, [False] * len(order), []
+        )
         self._fill([[order[i] for i in bucket] for bucket in indices])
         self.rebuilt = True
 
@@ -306,8 +312,7 @@ class _Logger:
 
 
 class _Host:
-    """The memory of the machine around the card: a device of its own on CUDA, else `place`, inside which what is
-    made counts as made there."""
+    """The memory of the machine around the card: on a virtual card, what is made inside `place`."""
 
     def __init__(self, card: VirtualGPU | None = None) -> None:
         self.card = card
@@ -345,7 +350,7 @@ class _Host:
 _PLAIN = {Tensor, FakeTensor, nn.Parameter}
 
 
-class RankMeter(Meter):
+class RankMeter(Meter):  # type: ignore[no-untyped-call]
     """A meter that sees through DTensors to the local shards: `Meter` for a sharded step."""
 
     def __torch_dispatch__(
@@ -366,7 +371,9 @@ class RankMeter(Meter):
             super()._keep(block)
 
 
-class _CardRankMeter(RankMeter, virtual._CardMeter):
+class _CardRankMeter(RankMeter, virtual._CardMeter):  # type: ignore[no-untyped-call]
+    """The same on a virtual card."""
+
     def _taken(
         self, storage: torch.UntypedStorage, size: int, shape: Any, dtype: Any, device: Any, operator: int
     ) -> None:
@@ -400,7 +407,7 @@ class _OnShards(torch.optim.Optimizer):
 
 
 class _Masters(torch.optim.Optimizer):
-    """An optimizer on fp32 copies of the local shards, on the card or in host memory; it steps where they are.
+    """An optimizer on fp32 copies of the local shards; it steps where they are, on the card or the host.
 
     copy: makes such a copy. early: gradients are copied, and dropped where they were, as soon as they are
     reduced; else one after the other at the step.
@@ -423,7 +430,7 @@ class _Masters(torch.optim.Optimizer):
         self.early = early
         if early:
             for p in self.parameters:
-                p.register_post_accumulate_grad_hook(self.collect)
+                _after_gradient(p, self.collect)
 
     def collect(self, parameter: Tensor) -> None:
         master, grad = self.masters[parameter], parameter.grad
@@ -453,7 +460,7 @@ class _Masters(torch.optim.Optimizer):
 def _optimizer(recipe: Recipe, sharding: Sharding, net: nn.Module, host: _Host) -> torch.optim.Optimizer:
     from torch.distributed.tensor import DTensor
 
-    parameters = [p for p in net.parameters() if p.requires_grad]
+    parameters: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
     fully = recipe.zero_stage >= 2
     # Under FSDP2 the fp32 shard is the master copy.
     plain = recipe.replace(precision="fp32") if recipe.master_dtype and fully else recipe
@@ -513,10 +520,9 @@ def _split(net: Net, mesh: Any) -> None:
             plan[name] = ColwiseParallel()
         elif isinstance(module, nn.Linear) and last in _ROWS:
             plan[name] = RowwiseParallel()
-    tied = hasattr(net, "head") and net.head.weight is net.embed.token.weight
     parallelize_module(net, mesh, plan)
-    if tied:
-        net.head.weight = net.embed.token.weight
+    if isinstance(net.config, TransformerConfig) and net.config.tied and hasattr(net, "head"):
+        net.get_submodule("head").weight = net.get_parameter("embed.token.weight")
 
 
 def _fully_shard(net: Net, recipe: Recipe, sharding: Sharding, mesh: Any, host: _Host) -> None:
@@ -577,7 +583,7 @@ def _host_parameters(module: nn.Module, host: _Host) -> None:
         for parameter in group.fsdp_params if group is not None else ():
             host.card._meter.on_host(parameter._sharded_param_data)
             parameter.__class__ = HostedParam
-            parameter.sharded_param.register_post_accumulate_grad_hook(collect)
+            _after_gradient(parameter.sharded_param, collect)
 
 
 @dataclass
@@ -705,7 +711,7 @@ def _gradients_elsewhere(work: ShardedWorkload) -> list[Tensor]:
 
 def _settle(work: ShardedWorkload, host: _Host) -> None:
     """What the first step leaves, without running it: optimizer states, and fully_shard's buffers."""
-    net = work.model
+    net: Any = work.model
     for module in net.modules():
         if hasattr(module, "unshard"):
             module.unshard()
@@ -724,6 +730,10 @@ def _settle(work: ShardedWorkload, host: _Host) -> None:
             host.card._meter.on_host(_local(tensor))
 
 
+#: A limit above this is none.
+_ENDLESS = 2**50
+
+
 # -- the trace -----------------------------------------------------------------------------------------------
 
 
@@ -738,13 +748,14 @@ def trace_sharded(
     warm: bool | None = None,
     **fields: Any,
 ) -> Trace:
-    """The trace of one rank's training step in a world of `recipe.world_size`, with neither cluster nor memory.
+    """The trace of one rank's training step among `recipe.world_size`, with neither cluster nor memory.
 
-    model, recipe, **fields, gpu, limit, lines: as for `report.trace_step`. sharding: the rank and what else a
-    recipe doesn't say.
+    model, recipe, **fields, gpu, limit, lines: as for `report.trace_step`.
+    sharding: the rank, and what else a recipe doesn't say.
     warm: begin with optimizer states made and trace one step, in place of two steps of which the second is
-        returned. The two agree; None: do so unless memory is limited, where the first step may be the one to fail.
-    The model is built and sharded before the trace begins, as on the meta device. With offload `trace.info["host"]` says what stands in host memory.
+        returned. The two agree; None: do so unless memory is limited, where the first step may be what fails.
+    The model is built and sharded before the trace begins, as on the meta device. With offload
+    `trace.info["host"]` says what stands in host memory.
     Raises torch.OutOfMemoryError where the card would, naming the layer.
     """
     config = models.model(model) if isinstance(model, str) else model
@@ -761,7 +772,7 @@ def trace_sharded(
         with virtual_gpu._mode:
             host = _Host(virtual_gpu)
             work = sharded_workload(config, recipe, sharding=sharding, _host=host)
-            warm = (limit is None and card is None) if warm is None else warm
+            warm = (limit is None or limit > _ENDLESS) if warm is None else warm
             warm = warm and recipe.zero_stage >= 2 and recipe.set_to_none
             if warm:
                 _settle(work, host)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-dist = pytest.importorskip("torch.distributed")
+import torch
+import torch.distributed as dist
 
 from memlab import virtual
 from memlab.recipe import Recipe, RecipeError
@@ -62,7 +61,7 @@ def test_fake_group_equals_gloo(case: str, tmp_path: Path) -> None:
         trace_sharded(TINY[name], Recipe(**recipe), sharding=Sharding(rank=rank))
         for rank in range(recipe["world_size"])
     ]
-    # A thread of gloo may let go of a tensor late; what is allocated, and in which order, never depends on it.
+    # A thread of gloo may let go of a tensor late; what is allocated, in which order, doesn't depend on it.
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
@@ -230,8 +229,8 @@ def test_a_thousand_ranks_in_a_process_of_little_memory() -> None:
     """Setting up 1024 ranks must not cost 1024 times: the resident memory and the number of pieces say so."""
     program = (
         "import json, resource; from memlab.sharded import trace_sharded;"
-        "t = trace_sharded('llama2-70b', precision='bf16', zero_stage=3, world_size=1024, checkpointing='full',"
-        " sequence=256, optimizer_impl='fused');"
+        "t = trace_sharded('llama2-70b', precision='bf16', zero_stage=3, world_size=1024,"
+        " checkpointing='full', sequence=256, optimizer_impl='fused');"
         "print(json.dumps([t.peak_bytes, t.consumer_peaks()['parameters'],"
         " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))"
     )
