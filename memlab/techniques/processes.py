@@ -17,6 +17,7 @@ do it (no gloo, no local port), `RankFailed` where a rank raised, died or took t
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import importlib
 import io
@@ -89,7 +90,7 @@ def run(
         # Linux forks all ranks from one helper; elsewhere a fork is unsafe and each rank is its own helper.
         teams = [range(world_size)] if sys.platform == "linux" else [[r] for r in range(world_size)]
         helpers = [_start(folder, list(ranks), world_size, timeout, job) for ranks in teams]
-        deadline = time.monotonic() + timeout + 15  # importing torch is not the function's time
+        deadline = time.monotonic() + timeout + 60  # importing torch is not the function's time
         try:
             for helper in helpers:
                 helper.wait(max(0.0, deadline - time.monotonic()))
@@ -174,6 +175,9 @@ def _help() -> None:
     sys.path[:] = path
     import torch.distributed  # noqa: F401  # once, for all ranks
 
+    with contextlib.suppress(Exception):
+        pickle.loads(job)  # so is what the function's own modules import; an error is each rank's to report
+
     if len(ranks) == 1:
         _rank(Path(folder), ranks[0], world_size, timeout, job)
         return
@@ -213,7 +217,7 @@ def _rank(folder: Path, rank: int, world_size: int, timeout: float, job: bytes) 
             store=torch._C._distributed_c10d.FileStore(str(folder / "store"), world_size),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=timeout + 60),  # the helper's own limit comes first
         )
         dist.barrier()
     except Exception as error:

@@ -12,7 +12,8 @@ Data parallel ranks hold equal copies of parameters (4 B each in fp32), gradient
 
 What it saves: `states` (the ZeRO paper's formula) and `share` (to the byte, padding included). What it costs:
 the bytes of `sent`, counted by `Traffic`; stage 3 waits for weights in every layer unless they are fetched
-ahead. What it never shards: activations, and in stage 3 the layers that are gathered just now.
+ahead. What it never shards: activations. What is whole for a moment comes on top: in stage 2 the gradient
+that is being reduced, in stage 3 that and the weights of the unit at work.
 
 `Zero` is stage 1, 2 and 3 from scratch, collective by collective. `torch_zero1` and `torch_fsdp` are
 PyTorch's own, which put many tensors into one collective and send while they compute. Gradients are summed
@@ -295,7 +296,9 @@ class Zero:
     def _my_mean(self, gradient: Tensor) -> Tensor:
         """Reduce-scatter: every rank gets the sum, over ranks, of the piece that it owns; then the mean."""
         size = _piece_size(gradient.numel(), self.world_size)
-        flat = F.pad(gradient.flatten(), (0, self.world_size * size - gradient.numel()))
+        flat, missing = gradient.flatten(), self.world_size * size - gradient.numel()
+        if missing:
+            flat = F.pad(flat, (0, missing))
         mine = torch.empty(size, dtype=gradient.dtype, device=gradient.device)
         _reduce_scatter(mine, flat, group=self.group)
         return mine.div_(self.world_size)

@@ -6,19 +6,21 @@ import copy
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel  # once here, before the ranks are forked, not once in each
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memlab.meter import Meter
+from memlab.sharded import fake_process_group
 from memlab.techniques import processes
 from memlab.techniques.processes import GlooUnavailable, RankFailed, run
 from memlab.techniques.sharding import Traffic, Zero, sent, share, states, torch_fsdp, torch_zero1
@@ -32,6 +34,7 @@ from memlab.techniques.tensor_parallel import (
     split_mlp,
     torch_parallel,
 )
+from memlab.virtual import VirtualGPU
 
 from .awkward import Batch, batches, loss_of, make, train
 
@@ -204,17 +207,6 @@ def test_tensor_parallel_equals_the_whole_layer(size: int, kind: str) -> None:
 # Any world size, without sending anything
 
 
-@contextmanager
-def pretended(size: int, rank: int = 0) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def tower(width: int = 64, layers: int = 8) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
@@ -222,7 +214,7 @@ def tower(width: int = 64, layers: int = 8) -> nn.Sequential:
 @pytest.mark.parametrize("size", [3, 8, 64])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_any_world_size(size: int, stage: int) -> None:
-    with pretended(size, rank=size - 1):
+    with fake_process_group(size, rank=size - 1):
         model = tower()
         numels = [p.numel() for p in model.parameters()]
         zero = Zero(model, adam, stage, units=model)
@@ -243,10 +235,35 @@ def test_any_world_size(size: int, stage: int) -> None:
         assert own <= measured["gradients"] <= 1.02 * own + 2 * spare
 
 
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_billion_parameters_on_virtual_ranks(size: int, stage: int) -> None:
+    """Sixteen Linear(8192, 8192) on fake tensors: the peak is the share, and what is whole for a moment."""
+    with fake_process_group(size), VirtualGPU() as gpu:
+        model = tower(8192, 16)
+        zero = Zero(model, adam, stage, units=model)
+        for _ in range(3):
+            zero.zero_grad()
+            with Traffic() as traffic:
+                model(torch.ones(4, 8192)).mean().backward()
+                zero.step()
+    numels = [o.shape.numel() for o in zero.owned]
+    layer = 4 * max(numels)
+    # Stage 3 peaks at the second layer, when it and the first one have no piece of a gradient yet; the first
+    # layer's weight isn't fetched again, since its input wants no gradient.
+    whole = {1: sum(numels) * 4 // size, 2: layer, 3: 2 * layer - 2 * layer // size}[stage]
+    expected = sum(share(numels, size, stage).values()) + whole
+    assert gpu.trace.last_step().peak_bytes == pytest.approx(expected, rel=0.02)
+    # Nor are the biases, which the backward doesn't need.
+    once = [max(numels), *(n for n in numels if n < max(numels))] if stage == 3 else []
+    padding_free = sent(4 * sum(numels), size, stage) - sent(4 * sum(once), size, 1) // 2
+    assert traffic.total == padding_free
+
+
 def test_units_decide_what_is_whole_at_once() -> None:
     """The twin that must fail: with the whole model as one unit, stage 3 gathers all of it."""
     peaks = {}
-    with pretended(64):
+    with fake_process_group(64):
         for name in ("units", "one unit"):
             model = tower(layers=16)
             whole = sum(p.numel() for p in model.parameters()) * 4
@@ -264,7 +281,7 @@ def test_16_bit_parameters_get_fp32_masters() -> None:
     """B per parameter: 2 + 2 + 12/N in stage 1, 2 + (4 + 12)/N in stage 2 (fp32 means), 16/N in stage 3."""
     size, numel = 8, 64 * 64
     for stage, expected in ((1, 2 + 2 + 12 / size), (2, 2 + 16 / size), (3, 16 / size)):
-        with pretended(size):
+        with fake_process_group(size):
             model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
             zero = Zero(model, adam, stage)
             model(torch.ones(4, 64, dtype=torch.bfloat16)).mean().backward()
@@ -277,7 +294,7 @@ def test_16_bit_parameters_get_fp32_masters() -> None:
 def test_a_parameter_of_two_units_is_refused() -> None:
     model = tower(layers=2)
     model[1].weight = model[0].weight
-    with pretended(2), pytest.raises(ValueError, match="shared by two units"):
+    with fake_process_group(2), pytest.raises(ValueError, match="shared by two units"):
         Zero(model, adam, 3, units=model)
 
 
@@ -303,7 +320,7 @@ def test_the_paper_s_numbers() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_split_mlp_stores_what_the_formula_says(size: int) -> None:
-    with pretended(size):
+    with fake_process_group(size):
         mlp = split_mlp(MLP(64))
         x = torch.randn(128, 64)
         with Meter(mlp) as meter:
@@ -325,9 +342,9 @@ def test_bad_input() -> None:
         Zero(tower(), adam, 0)
     with pytest.raises(ValueError, match="2 if asked"):
         torch_fsdp(tower(), stage=1)
-    with pretended(3), pytest.raises(ValueError, match="4 heads can't be split over 3"):
+    with fake_process_group(3), pytest.raises(ValueError, match="4 heads can't be split over 3"):
         split_attention(Attention(12, 4))
-    with pretended(3), pytest.raises(ValueError, match="256 features can't be split over 3"):
+    with fake_process_group(3), pytest.raises(ValueError, match="256 features can't be split over 3"):
         split_mlp(MLP(64))
     with pytest.raises(ValueError, match="'column' or by 'row'"):
         torch_parallel(MLP(8), {"up": "diagonal"}, None)
@@ -379,7 +396,7 @@ def test_a_rank_that_fails_or_hangs_is_named() -> None:
         pytest.skip(reason)
     with pytest.raises(RankFailed, match="rank 1 of 2: KeyError: 'no such layer'"):
         run(fails, 2)
-    with pytest.raises(RankFailed, match=r"of 2: no result within 1 s|Timed out"):
+    with pytest.raises(RankFailed, match="of 2: no result within 1 s"):
         run(hangs, 2, timeout=1)
     with pytest.raises(NotImplementedError, match=r"exercise 4\.6"):
         run(unwritten, 1)
@@ -388,7 +405,7 @@ def test_a_rank_that_fails_or_hangs_is_named() -> None:
 def test_without_gloo_or_a_port_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(GlooUnavailable, match=r"gloo can't connect 2 ranks here: .*nowhere0"):
-        run(on_rank, 2)
+        run(lambda rank, size: rank, 2)
 
     class NoPort:
         def __enter__(self) -> NoPort:
@@ -398,9 +415,9 @@ def test_without_gloo_or_a_port_it_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(processes.socket, "socket", NoPort)
     with pytest.raises(GlooUnavailable, match=r"no local port can be opened \(Operation not permitted\)"):
-        run(on_rank, 2)
+        run(lambda rank, size: rank, 2)
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     with pytest.raises(GlooUnavailable, match="no gloo backend"):
-        run(on_rank, 2)
+        run(lambda rank, size: rank, 2)
     with pytest.raises(ValueError, match="at least one rank"):
-        run(on_rank, 0)
+        run(lambda rank, size: rank, 0)
