@@ -989,8 +989,8 @@ def replay(
     `events` holds block numbers in order: `b` allocates block b, `~b` (that is -b-1) frees it; `sizes[b]` is
     its size in bytes, not rounded. `marks` are (event index, name): the span of that name starts before that
     event. `empty_cache` are the event indices before which the program gives its cached segments back
-    (`torch.cuda.empty_cache()`). For the rest see `Allocator`. Raises ValueError if an event frees what isn't allocated or
-    allocates twice.
+    (`torch.cuda.empty_cache()`). For the rest see `Allocator`. Raises ValueError if an event frees what
+    isn't allocated or allocates twice.
     """
     allocator = Allocator(config, capacity=capacity, context=context, others=others, order=order)
     count = len(sizes)
@@ -1079,7 +1079,14 @@ def replay_orders(
     marks, empty_cache = tuple(marks), tuple(empty_cache)
     return {
         order: replay(
-            events, sizes, config, marks=marks, capacity=capacity, context=context, others=others, order=order,
+            events,
+            sizes,
+            config,
+            marks=marks,
+            capacity=capacity,
+            context=context,
+            others=others,
+            order=order,
             empty_cache=empty_cache,
         )
         for order in ORDERS

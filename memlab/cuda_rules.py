@@ -1,15 +1,15 @@
 """What a CUDA card allocates where the CPU's operators allocate something else.
 
-A step under fake tensors runs the CPU's operators. Its bytes are a card's bytes only after the corrections
-below. Each is a named switch of `CudaRules`, with what it does and where that was read in `RULES`; `Emulation`
-puts them in force for one card and takes every patch back at its end.
+A step under fake tensors runs the CPU's operators. Its bytes are a card's bytes only after the
+corrections below. Each is a named switch of `CudaRules`, with what it does and where that was read in
+`RULES`; `Emulation` puts them in force for one card and takes every patch back at its end.
 
 Three ways to correct, all scoped:
 
-* a kernel of the dispatcher (`torch.library`) where PyTorch chooses by device what an operator becomes, and so
-  what autograd saves: softmax, dropout, attention, RMS norm; and where autocast chooses by device;
-* a stand-in for an operator's shape rule, or scratch memory added to it (`Emulation.operators`), where the same
-  operator allocates more, or in another type, on CUDA;
+* a kernel of the dispatcher (`torch.library`) where PyTorch chooses by device what an operator becomes, and
+  so what autograd saves: softmax, dropout, attention, RMS norm; and where autocast chooses by device;
+* a stand-in for an operator's shape rule, or scratch memory added to it (`Emulation.operators`), where the
+  same operator allocates more, or in another type, on CUDA;
 * a Python patch where torch's Python asks for the device: defaults of optimizers, `autocast("cuda")`.
 
 What isn't known is a line in `caveats`. Rounding to 512 bytes and whole blocks are `memlab.allocator`'s.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.hardware import GPU
+from memlab.meter import composed_of_others
 from memlab.units import KIB
 
 __all__ = ["KERNELS", "RULES", "CudaRules", "Emulation", "Rule", "choose_attention"]
@@ -53,8 +55,8 @@ RULES: dict[str, Rule] = {
         "ATen/native/Dropout.cpp: a CUDA input with 0 < p < 1 goes to native_dropout",
     ),
     "half_to_float_softmax": Rule(
-        "softmax and log_softmax of fp16 with dtype=float32 are one kernel: no float copy of the input is made"
-        " or saved; other types are converted first",
+        "softmax and log_softmax of fp16 with dtype=float32 are one kernel: no float copy of the input is"
+        " made or saved; other types are converted first",
         "ATen/native/SoftMax.cpp: is_cuda, Half and dtype Float call _softmax(half_to_float=True)",
     ),
     "softmax_backward_copy": Rule(
@@ -72,8 +74,8 @@ RULES: dict[str, Rule] = {
         " flash_attn/flash_api.cpp (softmax_d, dq_accum, expanded dk and dv)",
     ),
     "autocast_lists": Rule(
-        "autocast keeps softmax, norms, losses, sums, exp, log and pow in fp32; the CPU's list is shorter, and"
-        " holds cross_entropy_loss, which CUDA's doesn't",
+        "autocast keeps softmax, norms, losses, sums, exp, log and pow in fp32; the CPU's list is shorter,"
+        " and holds cross_entropy_loss and pooling in 3D, which CUDA's doesn't",
         "ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE) and autocast_mode.cpp",
     ),
     "cublas_workspace": Rule(
@@ -87,8 +89,8 @@ RULES: dict[str, Rule] = {
         " it beside the cuBLAS workspace",
     ),
     "float_statistics": Rule(
-        "layer norm and batch norm of 16-bit inputs save mean and deviation in fp32; the CPU's shape rule says"
-        " 16 bit",
+        "layer norm and batch norm of 16-bit inputs save mean and deviation in fp32; the CPU's shape rule"
+        " says 16 bit",
         "ATen/native/cuda/layer_norm_kernel.cu: stats in acc_type; ATen/native/cudnn/BatchNorm.cpp",
     ),
     "fused_rms_norm": Rule(
@@ -150,7 +152,8 @@ class CudaRules:
     @classmethod
     def none(cls) -> CudaRules:
         """Every correction off: the CPU's own operators."""
-        return cls(**{f.name: False for f in fields(cls) if f.name in RULES})
+        off: dict[str, Any] = {f.name: False for f in fields(cls) if f.name in RULES}
+        return cls(**off)
 
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
@@ -173,7 +176,7 @@ def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
 
 
 def _permitted() -> dict[str, bool]:
-    cuda = torch.backends.cuda
+    cuda: Any = torch.backends.cuda
     return {
         "flash": cuda.flash_sdp_enabled(),
         "efficient": cuda.mem_efficient_sdp_enabled(),
@@ -240,7 +243,12 @@ def choose_attention(
             and not (mask is not None and mask.requires_grad)
         )  # fmt: skip
 
-    able = {"flash": flash, "efficient": efficient, "cudnn": cudnn, "math": lambda: True}
+    able: dict[str, Callable[[], bool]] = {
+        "flash": flash,
+        "efficient": efficient,
+        "cudnn": cudnn,
+        "math": lambda: True,
+    }
     for name in order:
         if permitted[name] and able[name]():
             return name
@@ -258,7 +266,7 @@ def compose(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _active: list[Emulation] = []
-_library: list[torch.library.Library] = []
+_library: list[Any] = []
 
 
 def _emulation(tensor: Any) -> Emulation | None:
@@ -269,9 +277,9 @@ def _emulation(tensor: Any) -> Emulation | None:
 def _softmax(name: str, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     plain = getattr(aten, "_" + name)
     emulation = _emulation(x)
-    if emulation is not None and emulation.rules.half_to_float_softmax:
-        if x.dtype == torch.float16 and dtype == torch.float32:
-            return plain(x, dim, True)
+    fused = emulation is not None and emulation.rules.half_to_float_softmax
+    if fused and x.dtype == torch.float16 and dtype == torch.float32:
+        return plain(x, dim, True)
     return plain(x if dtype is None else x.to(dtype), dim, False)
 
 
@@ -296,7 +304,15 @@ def _attention(
     emulation = _emulation(query)
     if emulation is None or not emulation.rules.attention_kernel:
         return compose(
-            aten.scaled_dot_product_attention.default, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            aten.scaled_dot_product_attention.default,
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # convert_boolean_attn_mask: an additive mask of the query's type is made for each call
@@ -364,7 +380,8 @@ def _rms_norm(
         return compose(aten.rms_norm.default, x, normalized_shape, weight, eps)
     kept = x.dim() - len(normalized_shape)
     rows = (*x.shape[:kept], *(1 for _ in normalized_shape))
-    return _RMSNorm.apply(x if x.is_contiguous() else x.contiguous(), weight, rows)
+    apply: Any = _RMSNorm.apply
+    return apply(x if x.is_contiguous() else x.contiguous(), weight, rows)
 
 
 #: Operators that PyTorch composes of others, by device: name in the dispatcher -> what CUDA composes.
@@ -389,6 +406,10 @@ _TO_FLOAT_BY_DTYPE = (
     "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
     "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
 )  # fmt: skip
+# AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_PROMOTE, less what the CPU's list treats in the same way. Weights
+# aren't cached in these.
+_TO_LOW = ("addmv", "addr", "mv", "chain_matmul", "linalg_multi_dot", "einsum")
+_TO_WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "tensordot", "scatter_add")
 # What the CPU's list makes fp32 and CUDA's leaves alone.
 _LEFT_ALONE = (
     "cross_entropy_loss", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "max_pool3d",
@@ -402,11 +423,19 @@ def _eligible(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _float(value: Any) -> Any:
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     if _eligible(value):
-        return value.to(torch.float32)
+        return value.to(dtype)
     if isinstance(value, (list, tuple)):
-        return type(value)(_float(v) for v in value)
+        return type(value)(_cast(v, dtype) for v in value)
     return value
 
 
@@ -415,21 +444,36 @@ def _overload(name: str) -> Any:
     return getattr(getattr(aten, packet), overload or "default")
 
 
-def _in_float(name: str) -> Callable[..., Any]:
+def _float32(_: Any) -> torch.dtype:
+    return torch.float32
+
+
+def _low(_: Any) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
+
+
+def _widest(args: Any) -> torch.dtype:
+    wide = any(t.dtype == torch.float32 for t in _tensors(args) if _eligible(t))
+    return torch.float32 if wide else torch.get_autocast_dtype("cpu")
+
+
+def _autocast_to(name: str, choose: Callable[[Any], torch.dtype]) -> Callable[..., Any]:
     op = _overload(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
-            if (emulation := _emulation(next((a for a in args if isinstance(a, Tensor)), None))) is not None:
-                if emulation.rules.autocast_lists:
-                    args = tuple(_float(a) for a in args)
-                    kwargs = {k: _float(v) for k, v in kwargs.items()}
+            emulation = _emulation(next(_tensors(args), None))
+            if emulation is not None and emulation.rules.autocast_lists:
+                dtype = choose(args)
+                args = tuple(_cast(a, dtype) for a in args)
+                kwargs = {k: _cast(v, dtype) for k, v in kwargs.items()}
             return op(*args, **kwargs)
 
     return kernel
 
 
-def _in_float_by_dtype(name: str) -> Callable[..., Any]:
+def _autocast_by_dtype(name: str) -> Callable[..., Any]:
+    """The result's type is an argument: fp32 is filled in where the caller left it out."""
     op = _overload(name)
     place = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
     by_keyword = op._schema.arguments[place].kwarg_only
@@ -448,14 +492,40 @@ def _in_float_by_dtype(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901 - taken back by _destroy
+def _left_alone(name: str) -> Callable[..., Any]:
+    op = _overload(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        emulation = _emulation(next(_tensors(args), None))
+        if emulation is not None and emulation.rules.autocast_lists:
+            return (
+                compose(op, *args, **kwargs)
+                if composed_of_others(op)
+                else _below_autocast(op, *args, **kwargs)
+            )
+        return _below_autocast(op, *_cast(args, torch.float32), **kwargs)
+
+    return kernel
+
+
+def _below_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
+        return op(*args, **kwargs)
+
+
+def _register() -> Any:
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in COMPOSED.items():
         library.impl(name, kernel, "AutogradCPU")
-    for name in _TO_FLOAT:
-        library.impl(name, _in_float(name), "AutocastCPU")
+    for names, choose in ((_TO_FLOAT, _float32), (_TO_LOW, _low), (_TO_WIDEST, _widest)):
+        for name in names:
+            library.impl(name, _autocast_to(name, choose), "AutocastCPU")
     for name in _TO_FLOAT_BY_DTYPE:
-        library.impl(name, _in_float_by_dtype(name), "AutocastCPU")
+        library.impl(name, _autocast_by_dtype(name), "AutocastCPU")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced is meant
+        for name in _LEFT_ALONE:
+            library.impl(name, _left_alone(name), "AutocastCPU", allow_override=True)
     return library
 
 
@@ -547,8 +617,8 @@ class Recorder(Protocol):
     def scratch(self, size: int, name: str) -> None:
         """Memory that an operator takes and gives back."""
 
-    def workspace(self, size: int, name: str) -> None:
-        """Memory that a library takes and keeps."""
+    def workspace(self, size: int, name: str) -> int:
+        """Memory that a library takes and keeps; returns its block."""
 
     def seen(self, tensor: Tensor, operator: str) -> None:
         """Record an output before what follows it."""
@@ -606,7 +676,7 @@ class Emulation:
     def _leave(self) -> None:
         _active.remove(self)
         if not _active:
-            _library.pop()._destroy()  # type: ignore[no-untyped-call]
+            _library.pop()._destroy()
 
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ class VirtualGPU:
 
     Tensors made before can't be used inside: make the model, the batch and the optimizer in the same block.
     What a program keeps in main memory is made in `with gpu.host():` and moved by `gpu.put(module)`.
-    Raises UnknownNameError for a card that isn't known, ValueError for allocator options that PyTorch refuses.
+    Raises UnknownNameError for a card that isn't known, ValueError for options that PyTorch refuses.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class VirtualGPU:
 
 @contextmanager
 def _cuda_functions(gpu: VirtualGPU) -> Iterator[None]:
-    """torch.cuda's memory functions answer for the card, so that a script that measures itself runs as it is."""
+    """torch.cuda's memory functions answer for the card: a script that measures itself runs as it is."""
     allocator = gpu._meter._allocator
     assert allocator is not None
 
@@ -219,15 +219,16 @@ def _cuda_functions(gpu: VirtualGPU) -> Iterator[None]:
 
 @contextmanager
 def _fake_modules_move() -> Iterator[None]:
-    """`module.half()` and `.to(dtype)` on fake tensors, which torch 2.11 to 2.13 refuses ("couldn't swap")."""
-    apply = nn.Module._apply
+    """`module.half()` and `.to(dtype)` on fake tensors: torch 2.13 refuses them ("couldn't swap")."""
+    apply: Any = nn.Module._apply
 
     def fake_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         if not any(isinstance(p, FakeTensor) for p in self._parameters.values()):
-            return apply(self, fn, recurse)
+            result: nn.Module = apply(self, fn, recurse)
+            return result
         if recurse:
             for child in self.children():
-                child._apply(fn)
+                child._apply(fn)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for parameter in self._parameters.values():
                 if parameter is not None:
@@ -298,11 +299,11 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
         return known
 
     def _seen_inside(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        TorchDispatchMode.__enter__(self)
+        TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
         try:
             return kernel(*args, **kwargs)
         finally:
-            TorchDispatchMode.__exit__(self, None, None, None)
+            TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
     def _valueless(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """An optimizer reads its step counter; whatever else reads a value is refused with its line."""
