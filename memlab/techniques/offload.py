@@ -191,7 +191,8 @@ class _Away:
                 if self.fake:
                     return  # a file takes no memory, and there is nothing to write
                 with tempfile.NamedTemporaryFile(dir=folder, prefix="memlab-saved-", delete=False) as file:
-                    file.write(_buffer(whole.cpu()))
+                    on_cpu = whole.cpu()  # has to live as long as its buffer is read
+                    file.write(_buffer(on_cpu))
                 self.home = Path(file.name)
                 weakref.finalize(self, self.home.unlink, missing_ok=True)
             elif self.fake or self.device.type != "cpu":

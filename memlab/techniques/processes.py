@@ -74,7 +74,8 @@ def run(
 ) -> list[Any]:
     """`function(rank, world_size, *args)` on every rank inside a gloo process group: the results by rank.
 
-    Arguments and results are pickled (CPU tensors may be among them). Each rank computes with one thread.
+    Arguments and results are pickled; CPU tensors may be among them, and results are of types that can be
+    imported (not of a class from a notebook). Each rank computes on the CPU, with one thread.
     What the ranks print is printed here; what they write to stderr is shown only when one fails.
     Raises GlooUnavailable, RankFailed, ValueError for a world size below 1 or what can't be pickled, and
     NotImplementedError where that is what a rank raised.
