@@ -69,9 +69,11 @@ RULES: dict[str, Rule] = {
         "ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp",
     ),
     "attention_scratch": Rule(
-        "the backward of a fused attention kernel takes accumulators beside its results",
+        "the backward of a fused attention kernel takes accumulators beside its results; the forward of plain"
+        " attention a mask and a second softmax",
         "ATen/native/transformers/cuda/attention_backward.cu (CUTLASS gradient accumulators),"
-        " flash_attn/flash_api.cpp (softmax_d, dq_accum, expanded dk and dv)",
+        " flash_attn/flash_api.cpp (softmax_d, dq_accum, expanded dk and dv); ATen/native/SoftMax.cpp,"
+        " _safe_softmax",
     ),
     "autocast_lists": Rule(
         "autocast keeps softmax, norms, losses, sums, exp, log and pow in fp32; the CPU's list is shorter,"
@@ -620,6 +622,9 @@ class Recorder(Protocol):
     def workspace(self, size: int, name: str) -> int:
         """Memory that a library takes and keeps; returns its block."""
 
+    def release(self, block: int) -> None:
+        """Give such a block back."""
+
     def seen(self, tensor: Tensor, operator: str) -> None:
         """Record an output before what follows it."""
 
@@ -692,6 +697,8 @@ class Emulation:
                 found[f"aten.{name}"] = partial(self._product, recorder, name)
         if rules.softmax_backward_copy:
             found["aten._softmax_backward_data"] = partial(self._softmax_backward, recorder)
+        if rules.attention_scratch:
+            found["aten._safe_softmax"] = partial(self._safe_softmax, recorder)
         if rules.host_scalars:
             found["aten._scaled_dot_product_efficient_attention"] = partial(self._efficient, recorder)
         if rules.attention_scratch:
@@ -731,6 +738,18 @@ class Emulation:
         out = op(grad, *args)
         recorder.seen(out, "aten._softmax_backward_data")
         recorder.scratch(grad.numel() * grad.element_size(), "softmax backward: grad * output")
+        return out
+
+    def _safe_softmax(self, recorder: Recorder, op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """softmax, then rows that are masked as a whole become 0: a mask and a second result."""
+        out = op(x, *args, **kwargs)
+        held = [
+            recorder.workspace(out.numel() * out.element_size(), "plain attention: softmax"),
+            recorder.workspace(x.numel(), "plain attention: x == -inf"),
+        ]
+        recorder.seen(out, "aten._safe_softmax")
+        for block in held:
+            recorder.release(block)
         return out
 
     def _efficient(self, recorder: Recorder, op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -355,10 +355,12 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
         self._allocated(tensor, self._record.intern(operator))
 
     def scratch(self, size: int, name: str) -> None:
-        block = self.workspace(size, name)
+        self.release(self.workspace(size, name))
+
+    def release(self, block: int) -> None:
         self._events.append(~block)
         self._free(block)
-        self.live_bytes -= size
+        self.live_bytes -= self._sizes[block]
 
     def workspace(self, size: int, name: str) -> int:
         block, record = len(self._sizes), self._record
