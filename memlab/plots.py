@@ -12,7 +12,7 @@ import importlib
 import io
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -123,12 +123,15 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
         top_y = height / scale
         ax.set_ylim(0, top_y * 1.26 or 1)
         ax.set_xlim(0, last)
+        begun = False
         for start, stop, name in trace.spans():
             start, stop = max(start - first, 0), stop - first
             if 0 < start < stop:
                 ax.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
+            begun = begun or name != "setup"
+            shown = "end" if begun and name == "setup" else name  # what follows the step isn't its set-up
             room = (stop - start) / last  # a character takes 0.014 of the width
-            label = next((n for n in (name, _SHORT[name]) if room >= 0.014 * len(n) + 0.01), "")
+            label = next((n for n in (shown, _SHORT[name]) if room >= 0.014 * len(n) + 0.01), "")
             if label:
                 ax.text((start + stop) / 2, top_y * 1.24, label, ha="center", va="top", fontsize=10.5)
         late = peak_x > last / 2
@@ -153,11 +156,13 @@ def consumers(
     bars: Mapping[str, Footprint | Trace | Mapping[str, int]],
     capacity: int | None = None,
     title: str | None = None,
+    what: str = "live tensors at the peak",
 ) -> Figure:
     """One stacked bar per label: what each consumer holds at the peak (or the bytes given), in bytes.
 
-    `capacity` draws the bytes that the card has and marks the bars that don't fit. Raises ValueError for no
-    bars, or for a name that isn't a consumer.
+    `capacity` draws the bytes that the card has and marks the bars that don't fit; `what` names the bytes on
+    the axis. The legend has the consumers that hold something. Raises ValueError for no bars, or for a name
+    that isn't a consumer.
     """
     if not bars:
         raise ValueError("consumers() has nothing to draw: give at least one label and its bytes")
@@ -191,7 +196,8 @@ def consumers(
             right = max(right, left / (1 - character * (len(note) + 1.5)))
             ax.text(
                 left + extent / scale * 0.01, y, note, va="center", fontsize=10.5, fontweight="bold",
-                color=LIMIT if over else INK,
+                color=LIMIT if over else INK, zorder=4,  # above the line of the capacity
+                bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8},
             )  # fmt: skip
         ax.set_yticks(range(len(rows)), labels)
         ax.set_ylim(len(rows) - 0.5, -0.5)
@@ -203,11 +209,14 @@ def consumers(
             at = None if off_scale else capacity / scale
             _limit(ax, at, f"capacity {units.format_bytes(capacity)}", upright=True)
         finding = _bars_finding(rows, totals, capacity)
-        _finish(ax, title or finding, f"live tensors at the peak ({unit})", None)
+        _finish(ax, title or finding, f"{what} ({unit})", None)
         ax.grid(axis="x")
-        _legend(figure)
+        held = [name for name in units.CONSUMERS if any(row[name] for row in rows.values())]
+        _legend(figure, held or units.CONSUMERS)
         figure.memlab_alt = f"{title or finding}.{limit} " + " ".join(
-            f"{label}: {units.format_bytes(totals[label])} ({_listed(row)})." for label, row in rows.items()
+            f"{label}: {units.format_bytes(totals[label])} "
+            f"({_listed({name: row[name] for name in held or units.CONSUMERS})})."
+            for label, row in rows.items()
         )
     return figure
 
@@ -344,26 +353,40 @@ def bandwidths(
             (label, value / units.GB, _rate(value) + (", measured here" if label in measured else ""))
             for label, value in ordered
         ],
-        measured, title or finding, "GB/s (10⁹ bytes per second, log scale)",
+        measured, title or finding, "GB/s (10⁹ bytes per second, log scale)", lambda value: f"{value:,.15g}",
     )  # fmt: skip
 
 
-def times(rows: Sequence[tuple[str, float]], title: str, dark: Sequence[str] = ()) -> Figure:
-    """Seconds per label as bars on a log axis, in the order given; the labels in `dark` stand out."""
+def times(rows: Sequence[tuple[str, float]], title: str, dark: Mapping[str, str] | None = None) -> Figure:
+    """Seconds per label as bars on a log axis, in the order given.
+
+    `dark` has the labels that stand out, each with the words that say why.
+    """
+    why = dark or {}
     return _log_bars(
-        [(label, value, seconds(value)) for label, value in rows], dark, title, "seconds (log scale)"
-    )
+        [
+            (label, value, seconds(value) + (f", {why[label]}" if why.get(label) else ""))
+            for label, value in rows
+        ],
+        tuple(why), title, "time (ns to seconds, log scale)", seconds,
+    )  # fmt: skip
 
 
 def seconds(value: float) -> str:
     """0.039 -> '39.0 ms', 2.54 -> '2.54 s'."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= scale:
+        if value >= scale * (1 - 1e-9):
             return f"{value / scale:.3g} {unit}"
     return f"{value / 1e-9:.3g} ns"
 
 
-def _log_bars(rows: Sequence[tuple[str, float, str]], dark: Sequence[str], heading: str, axis: str) -> Figure:
+def _log_bars(
+    rows: Sequence[tuple[str, float, str]],
+    dark: Sequence[str],
+    heading: str,
+    axis: str,
+    tick: Callable[[float], str],
+) -> Figure:
     if not rows:
         raise ValueError("nothing to draw: give at least one (label, value)")
     for label, value, _ in rows:
@@ -386,7 +409,9 @@ def _log_bars(rows: Sequence[tuple[str, float, str]], dark: Sequence[str], headi
         ax.set_yticks(range(len(rows)), labels)
         ax.tick_params(axis="y", length=0)
         ax.set_ylim(len(rows) - 0.4, -0.6)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.15g}"))
+        every = math.ceil((decades + 1) / 7)  # more labels would touch each other
+        ax.set_xticks([10.0**k for k in range(floor, math.floor(floor + decades) + 1, every)])
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: tick(v)))
         ax.minorticks_off()
         _finish(ax, heading, axis, None)
         ax.grid(axis="x")
@@ -527,8 +552,8 @@ def _finish(ax: Axes, heading: str, x: str | None, y: str | None) -> None:
         ax.set_ylabel(y)
 
 
-def _legend(figure: Figure) -> None:
-    handles = [Patch(color=COLOURS[name], label=word(name)) for name in units.CONSUMERS]
+def _legend(figure: Figure, names: Sequence[str] = units.CONSUMERS) -> None:
+    handles = [Patch(color=COLOURS[name], label=word(name)) for name in names]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.0, handlelength=0.9,
         handletextpad=0.4,

@@ -5,8 +5,10 @@ Both files keep their own note on where they come from (`about` and `note`). Sta
 
 from __future__ import annotations
 
+import html
 import json
 import textwrap
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -73,16 +75,43 @@ def t4_runs() -> list[dict[str, Any]]:
     return runs
 
 
-def verdicts(*names: str, width: int = 100) -> str:
-    """Rows of the source article as text: what it says, the verdict, and what holds instead.
+@dataclass(frozen=True)
+class Verdicts:
+    """Rows of the source article: shows itself as a table in a notebook, prints as text elsewhere."""
 
-    Raises UnknownNameError for a row that isn't there.
+    rows: tuple[dict[str, Any], ...]
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for row in self.rows:
+            lines += textwrap.wrap(f"The article: “{row['claim']}”", 100)
+            text = f"{_capital(row['verdict'])}. {row['right_statement']}"
+            lines += [*textwrap.wrap(text, 100, initial_indent="   ", subsequent_indent="   "), ""]
+        return "\n".join(lines).rstrip()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        left = "style='text-align:left;vertical-align:top'"
+        body = "".join(
+            f"<tr title='{html.escape(row['id'])}'><td {left}>{html.escape(row['claim'])}</td>"
+            f"<td {left}><strong>{html.escape(row['verdict'])}</strong></td>"
+            f"<td {left}>{html.escape(row['right_statement'])}</td></tr>"
+            for row in self.rows
+        )
+        heads = "".join(
+            f"<th scope='col' {left}>{h}</th>" for h in ("the article says", "verdict", "what holds")
+        )
+        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def verdicts(*names: str) -> Verdicts:
+    """Rows of the source article: what it says, the verdict, and what holds instead.
+
+    Their ids stay out of sight (a hover in the notebook). Raises UnknownNameError for a row that isn't there.
     """
-    lines = []
-    for name in names:
-        row = claim(name)
-        lines += textwrap.wrap(f"{name}  the article: {row['claim']}", width, subsequent_indent=" " * 7)
-        text = f"{row['verdict']}: {row['right_statement']}"
-        indent = " " * 7
-        lines += [*textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent), ""]
-    return "\n".join(lines).rstrip()
+    return Verdicts(tuple(claim(name) for name in names))

@@ -207,7 +207,9 @@ def _levels_view(now: Choices, before: Choices | None = None) -> View:
     note = "Bytes over peak bandwidth, links in one direction; the delay before the first byte isn't counted."
     if before is not None:
         note = _levels_change(now, before, seconds[chosen]) + note
-    figure = plots.times([(label, seconds[label]) for label, _ in paths], finding, [chosen])
+    figure = plots.times(
+        [(label, seconds[label]) for label, _ in paths], finding, {chosen: "the path chosen"}
+    )
     header = ("path", "bandwidth", f"time for {amount}", f"against {card.memory_kind}")
     return View(finding, header, rows, note, figure)
 
@@ -274,9 +276,9 @@ def four_consumers(model: str = "gpt2", gpu: str = "T4") -> Explorer:
     return Explorer(show, controls, start)
 
 
-def _footprint(choices: Choices) -> footprint.Footprint:
+def _steps(choices: Choices) -> recipe.Recipe:
     name, implementation = choices["optimizer"]
-    steps = recipe.Recipe(
+    return recipe.Recipe(
         precision=choices["precision"],
         optimizer=name,
         optimizer_impl=implementation,
@@ -285,7 +287,10 @@ def _footprint(choices: Choices) -> footprint.Footprint:
         checkpointing=choices["checkpointing"],
         attention=choices["attention"],
     )
-    return footprint.footprint(choices["model"], steps, choices["gpu"])
+
+
+def _footprint(choices: Choices) -> footprint.Footprint:
+    return footprint.footprint(choices["model"], _steps(choices), choices["gpu"])
 
 
 def _consumers_view(now: Choices, before: Choices | None, controls: Sequence[Control]) -> View:
@@ -294,7 +299,11 @@ def _consumers_view(now: Choices, before: Choices | None, controls: Sequence[Con
     room = f"{units.format_bytes(abs(capacity - peak))} {'free' if peak <= capacity else 'too much'}"
     where = plots.phase(current.peak_phase)
     finding = f"{now['model']}: peak {units.format_bytes(peak)} in {where}, {room} on {card.name}"
-    note = "Live tensors at the peak of one step; the allocator's cache and the driver's context come on top."
+    with_what = " ".join(_steps(now).resolve(models.model(now["model"])).describe().split())
+    note = (
+        f"One step of {now['model']}: {with_what}. Live tensors at its peak; the allocator's cache and the "
+        "driver's context come on top."
+    )
     held = {**current.consumers_at_peak(), "all": peak}
     rows: list[tuple[str, ...]]
     if before is None:

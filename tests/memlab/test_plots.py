@@ -65,7 +65,10 @@ FIGURES = {
         ("BERT-large, batch 32", 20 * GIB), [("amp-bf16", -4 * GIB), ("copies", 200 * MIB)], capacity=15 * GIB
     ),
     "bandwidths": lambda: plots.bandwidths(RATES, measured=["this machine"]),
-    "times": lambda: plots.times([(n, 8e10 / r) for n, r in RATES], "80 GB take 2.54 s by PCIe 4", ["HBM2e"]),
+    "times": lambda: plots.times(
+        [(n, 8e10 / r) for n, r in RATES], "80 GB take 2.54 s by PCIe 4", {RATES[0][0]: "by the link"}
+    ),
+    "times, ten decades": lambda: plots.times([("a load", 3e-9), ("a step", 30.0)], "A load and a step"),
 }
 
 
@@ -118,7 +121,7 @@ def test_a_figure_is_small_and_says_what_it_shows(figure):
 def test_axes_carry_units_and_nothing_is_cut_off(figure):
     figure.png()
     (ax,) = figure.axes
-    assert any(unit in ax.get_xlabel() + ax.get_ylabel() for unit in ("iB)", "GB/s", "seconds"))
+    assert any(unit in ax.get_xlabel() + ax.get_ylabel() for unit in ("iB)", "GB/s", "seconds,"))
     assert figure._suptitle.get_text()
     width, height = figure.get_size_inches() * figure.dpi
     texts = [
@@ -267,3 +270,57 @@ def test_a_log_axis_has_no_place_for(value):
 
 def test_seconds_read_well():
     assert [plots.seconds(v) for v in (2.54, 0.039, 2e-6, 3e-9)] == ["2.54 s", "39 ms", "2 µs", "3 ns"]
+
+
+def drawn(figure):
+    """The labels of the x axis that lie on it, left to right, with their places in pixels."""
+    figure.png()
+    (ax,) = figure.axes
+    low, high = ax.get_xlim()
+    marks = zip(ax.get_xticks(), ax.get_xticklabels(), strict=True)
+    return [(t.get_text(), t.get_window_extent()) for at, t in marks if low <= at <= high]
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if name.startswith(("times", "bandwidths"))])
+def test_labels_of_a_log_axis_never_touch(name):
+    labels = drawn(FIGURES[name]())
+    assert len(labels) >= 2
+    assert all(left.x1 < right.x0 for (_, left), (_, right) in itertools.pairwise(labels))
+
+
+def test_times_are_labelled_as_times_and_a_dark_bar_says_why():
+    figure = plots.times([("cache", 3e-9), ("RAM", 9e-8)], "title", {"RAM": "the walk"})
+    assert [text for text, _ in drawn(figure)] == ["1 ns", "10 ns", "100 ns"]
+    assert [t.get_text().strip() for t in figure.axes[0].texts] == ["3 ns", "90 ns, the walk"]
+
+
+def test_what_follows_the_step_is_not_its_set_up():
+    trace = Trace()
+    weights = [trace.allocate(MIB, "parameters") for _ in range(40)]
+    trace.mark("forward")
+    saved = [trace.allocate(MIB, "activations") for _ in range(40)]
+    trace.mark("backward")
+    for block in saved:
+        trace.free(block)
+    trace.mark("setup")
+    for block in weights:
+        trace.free(block)
+    shown = [t.get_text() for t in plots.timeline(trace).axes[0].texts]
+    assert shown[:4] == ["setup", "forward", "backward", "end"]
+
+
+def test_the_legend_and_the_axis_name_what_the_bars_hold():
+    held = {"fp32": {"parameters": GIB, "gradients": GIB, "optimizer_states": 2 * GIB}}
+    figure = plots.consumers(held, what="states of the model")
+    (legend,) = figure.legends
+    assert [t.get_text() for t in legend.get_texts()] == ["parameters", "gradients", "optimizer states"]
+    assert (
+        figure.axes[0].get_xlabel() == "states of the model (GiB)" and "activations" not in figure.memlab_alt
+    )
+
+
+def test_no_line_crosses_a_number():
+    figure = plots.consumers({"just below": {"parameters": 14 * GIB}}, capacity=15 * GIB)
+    (note,) = [t for t in figure.axes[0].texts if t.get_text() == "14.00 GiB"]
+    (line,) = figure.axes[0].lines
+    assert note.zorder > line.zorder and note.get_bbox_patch().get_facecolor()[:3] == (1, 1, 1)
