@@ -87,13 +87,22 @@ def _capacity_score(evidence: Evidence) -> Score:
             tally.points,
             (*tally.messages, "visible returns two numbers: (GB, GiB)" + _stopped(evidence["visible"])),
         )
-    tally.award(
-        0.5, all(close(v[0], n / GB, 1e-6) for n, v in pairs), "visible: the first number is GB, 10^9 bytes"
-    )
-    swapped = all(close(v[1], n / GB, 1e-6) for n, v in pairs)
-    hint = "the second number is GiB, 2^30 bytes" + (": a GB is not a GiB" if swapped else "")
-    tally.award(0.5, all(close(v[1], n / GIB, 1e-6) for n, v in pairs), f"visible: {hint}")
+    if all(_is(v, (n / GIB, n / GB)) for n, v in pairs):
+        return Score(
+            tally.points, (*tally.messages, "visible: you swapped the two: GB comes first, then GiB")
+        )
+    for place, unit, size in ((0, "GB", GB), (1, "GiB", GIB)):
+        hint = f"the {('first', 'second')[place]} number is {unit}, {('10^9', '2^30')[place]} bytes"
+        if all(close(v[place], n / size, 0.02) for n, v in pairs):
+            hint = f"{unit} is the right unit, but don't round: return the number as it is"
+        elif all(close(v[place], n / (GB + GIB - size), 1e-6) for n, v in pairs):
+            hint += ": a GB is not a GiB"
+        tally.award(0.5, all(close(v[place], n / size, 1e-6) for n, v in pairs), f"visible: {hint}")
     return tally.score()
+
+
+def _is(value: Any, expected: Sequence[float]) -> bool:
+    return all(close(v, e, 1e-6) for v, e in zip(value, expected, strict=True))
 
 
 # -- 1.2 links ---------------------------------------------------------------------------------------------
@@ -189,33 +198,36 @@ def _links_score(evidence: Evidence) -> Score:
 
     # An answer for a pair that nothing joins is checked together with the pairs that are joined.
     joined = [c for c in paths if fastest(c["ends"], c["links"]) is not None]
-    first = next((c for c in joined if not found(c)), None)
-    if first is None:
-        tally.award(0.5, True, "")
-        tally.award(
-            0.5,
-            all(map(found, paths)),
-            "path: where no link joins the two ends, return None" + _stopped(paths),
-        )
-        return tally.score()
-    ends, names = first["ends"], [row["name"] for row in first["links"]]
-    text = f"path{tuple(ends)!r} among {', '.join(names)} is {fastest(ends, first['links'])!r}"
-    if "error" in first:
-        text += _stopped([first])
-    elif _value(first) in names:
-        chosen = next(row for row in first["links"] if row["name"] == _value(first))
-        joins = sorted(chosen["connects"]) == sorted(ends)
-        text += f", not {_value(first)!r}" + (
-            ": compare one direction with one direction"
-            if joins
-            else f": that joins {' and '.join(chosen['connects'])}"
-        )
-    else:
-        text += f", not {_shown(_value(first))}: return the link's name, for either order of the ends"
-    x86_ok = all(found(c) for c in joined if any(row["name"] == "HBM2e" for row in c["links"]))
-    tally.award(0.5, x86_ok, text)
-    tally.award(0.5, False, "path: all three machines, both orders of the ends" if not x86_ok else text)
+    x86 = [c for c in joined if any(row["name"] == "HBM2e" for row in c["links"])]
+    others = [c for c in joined if c not in x86]
+    on_x86, elsewhere = (next((c for c in some if not found(c)), None) for some in (x86, others))
+    tally.award(0.5, on_x86 is None, _wrong_path(on_x86))
+    if on_x86 is not None:
+        return tally.score()  # the first mistake first
+    nowhere = next((c for c in paths if not found(c)), None) if elsewhere is None else None
+    hint = "path: where no link joins the two ends, return None" + _stopped(paths)
+    tally.award(0.5, elsewhere is None and nowhere is None, _wrong_path(elsewhere) or hint)
     return tally.score()
+
+
+def _wrong_path(case: Evidence | None) -> str:
+    """What is wrong with one answer of `path`."""
+    if case is None:
+        return ""
+    ends, names, value = case["ends"], [row["name"] for row in case["links"]], _value(case)
+    text = f"path{tuple(ends)!r} among {', '.join(names)} is {fastest(ends, case['links'])!r}"
+    if "error" in case:
+        return text + _stopped([case])
+    if isinstance(value, dict) and value.get("name") in names:
+        return 'path: you return the whole row: return its name, row["name"]'
+    if value is None:
+        return text + ", and you found no link: the ends may come in either order"
+    if value not in names:
+        return text + f", not {_shown(value)}: return the link's name"
+    chosen = next(row for row in case["links"] if row["name"] == value)
+    if sorted(chosen["connects"]) == sorted(ends):
+        return text + f", not {value!r}: compare one direction with one direction"
+    return text + f", not {value!r}: that joins {' and '.join(chosen['connects'])}"
 
 
 # -- 1.3 a copy benchmark ----------------------------------------------------------------------------------
@@ -301,7 +313,7 @@ def _copy_score(evidence: Evidence) -> Score:
         return Score(0, ("copy_bandwidth" + _stopped(runs)[2:],))
     if not all(isinstance(_value(run), dict) and _value(run) for run in runs):
         return Score(0, ("copy_bandwidth returns a dict: {bytes: GB/s} for the sizes that count",))
-    traffic = best = enough = True
+    traffic = timed = best = enough = True
     unit_hint = ""
     for run in runs:
         spent = dict(run["spent"])
@@ -315,32 +327,37 @@ def _copy_score(evidence: Evidence) -> Score:
             ways = (min(durations), statistics.mean(durations), statistics.median(durations), durations[0],
                     durations[-1], statistics.mean(durations[1:] or durations), sum(durations))  # fmt: skip
             moved = [k * unit / t for t in ways for k in (1, 2)]
-            traffic &= any(close(rate, value, 1e-6) for value in moved[1::2])
-            for scale, word in ((GIB / GB, "GiB per second"), (1 / GB, "bytes per second")):
-                if is_number(rate) and any(close(rate * scale, value, 1e-6) for value in moved):
-                    unit_hint = f"that is in {word}: return GB per second, GB = 10^9 bytes"
-            best &= any(close(rate, k * unit / min(durations), 1e-6) for k in (1, 2))
+            scale = 1.0
+            for size, word in ((GIB / GB, "GiB per second"), (1 / GB, "bytes per second")):
+                if is_number(rate) and any(close(rate * size, value, 1e-6) for value in moved):
+                    unit_hint, scale = f"traffic: that is in {word}: return GB, 10^9 bytes, per second", size
+            value = rate * scale if is_number(rate) else rate
+            traffic &= scale == 1 and any(close(value, right, 1e-6) for right in moved[1::2])
+            timed &= any(close(value, right, 1e-6) for right in moved)
+            best &= any(close(value, k * unit / min(durations), 1e-6) for k in (1, 2))
             enough &= len(durations) >= 3
-    if not traffic and not best:
-        hint = unit_hint or "time copy(nbytes) by the clock() that you are given, and by nothing else"
-        return Score(0, (f"copy_bandwidth: {hint}",))
+    if not timed:
+        return Score(
+            0, ("copy_bandwidth: time copy(nbytes) by the clock() that you are given, and by nothing else",)
+        )
     expected = [{n for n in run["sizes"] if n >= 4 * run["cache"]} for run in runs]
     kept = [{int(n) for n in _value(run)} for run in runs]
     tally.award(
         0.4,
         traffic,
-        "traffic: a copy reads every byte once and writes it once: 2 x bytes, in GB of 10^9, per second",
+        unit_hint
+        or "traffic: a copy reads every byte once and writes it once: 2 x bytes, in GB of 10^9, per second",
     )
     tally.award(
         0.4,
         best and enough,
         "time each size at least 3 times and keep the shortest: the first touches new pages",
     )
-    tally.award(
-        0.2,
-        kept == expected,
-        "sizes: leave out what isn't at least 4 times the cache: such a copy measures the cache",
-    )
+    sizes = "sizes: leave out what isn't at least 4 times the cache: such a copy measures the cache"
+    if all(found == {n for n in found if n > 4 * run["cache"]} and found < right
+           for found, right, run in zip(kept, expected, runs, strict=True)):  # fmt: skip
+        sizes = "sizes: exactly 4 times the cache counts as well"
+    tally.award(0.2, kept == expected, sizes)
     return tally.score()
 
 
@@ -422,15 +439,18 @@ class _Log:
     def __init__(self, meter: Any) -> None:
         self.meter, self.steps = meter, list[Step]()
 
-    def note(self, what: str, live: int, peak: int) -> None:
+    def note(self, what: str, live: int, peak: int, *, fault: str = "") -> None:
+        """`fault` names the mistake that a wrong number points at here (a key of `_METER_HINTS`)."""
         from memlab.exercises import plain
 
         got = {"live": plain(self.meter.live_bytes), "peak": plain(self.meter.peak_bytes)}
-        self.steps.append({"what": what, "live": live, "peak": peak, "got": got})
+        self.steps.append({"what": what, "live": live, "peak": peak, "got": got, "fault": fault})
 
 
 def _allocations(make: Callable[[], Any], rng: random.Random) -> list[Step]:
     """Fresh tensors that come and go; the allocator hands the same address out again."""
+    import weakref
+
     import torch
 
     a, b, c = (rng.randrange(2, 3000) * 4 for _ in range(3))
@@ -440,16 +460,18 @@ def _allocations(make: Callable[[], Any], rng: random.Random) -> list[Step]:
         log.note(f"after x = torch.empty({a} bytes)", a, a)
         y = torch.zeros(b // 4)
         log.note(f"after y = torch.zeros({b} bytes)", a + b, a + b)
+        gone = weakref.ref(x.untyped_storage())
         del x
         log.note("after del x", b, a + b)
+        log.steps[-1]["freed"] = gone() is None
         z = torch.ones(c // 4)
         peak = max(a + b, b + c)
-        log.note(f"after z = torch.ones({c} bytes)", b + c, peak)
+        log.note(f"after z = torch.ones({c} bytes)", b + c, peak, fault="key")
         del y, z
         for _ in range(5):
             w = torch.empty(a, dtype=torch.uint8)
             del w
-        log.note(f"after 5 times w = torch.empty({a} bytes); del w", 0, peak)
+        log.note(f"after 5 times w = torch.empty({a} bytes); del w", 0, peak, fault="key")
         values, indices = torch.full((b // 4, 2), 1.0).max(dim=1)
         held, peak = b + 2 * b, max(peak, 2 * b + b + 2 * b)
         log.note("after an operator with two results, values and indices", held, peak)
@@ -609,11 +631,18 @@ def _step_fault(step: Step) -> str:
 
 _METER_HINTS = {
     "allocate and free": "count a storage once when it is first seen, and again, with minus, when it dies",
+    "key": "the fourth trap: a dead storage's key came back for a new one, and your meter takes it for the "
+    "old one. Forget the key in `ended`",
     "views and shared storage": "views share a storage: count storages, by untyped_storage(), not tensors",
     "in place": "a result may be a tensor that was there before: only storages that no argument has are new",
     "a forward and a backward": "weights are older than the meter; what autograd keeps is alive, too",
-    "leaving the block": "hold no tensor, let super().__exit__ end the mode, use weakref.finalize",
+    "leaving the block": "let super().__exit__ end the mode: what is made after the block isn't counted, "
+    "what dies after it is",
 }
+_HOLDS = (
+    "a deleted tensor stayed alive: something in your meter holds it. Keep no tensor and no storage, not in "
+    "a list, and not in a closure or lambda that you give to weakref.finalize: give it numbers"
+)
 
 
 def _meter_score(evidence: Evidence) -> Score:
@@ -621,15 +650,25 @@ def _meter_score(evidence: Evidence) -> Score:
     if len(errors) == 1 and None not in errors:
         return Score(0, (f"your meter stopped with {errors.pop()}",))
     tally = Tally()
+    ran = [evidence[name] for name, _, _ in _SCRIPTS if "error" not in evidence[name]]
+    holds = any(step.get("freed") is False for case in ran for step in _value(case))
+    forgets = False
     for name, _, points in _SCRIPTS:
         case = evidence[name]
         if "error" in case:
             tally.award(points, False, f"{name}: it stopped with {case['error']}")
             continue
-        faults = list(filter(None, map(_step_fault, _value(case))))
-        if not faults and any(step.get("freed") is False for step in _value(case)):
-            faults = ["a deleted tensor stayed alive: something in the meter still holds it"]
-        tally.award(points, not faults, f"{name}: {(faults or [''])[0]}. Hint: {_METER_HINTS[name]}")
+        steps = _value(case)
+        first = next((step for step in steps if _step_fault(step)), Step())
+        fault = _step_fault(first) if first else ""
+        if not fault and any(step.get("freed") is False for step in steps):
+            fault = "a deleted tensor stayed alive"
+        key = first.get("fault") or (name if not forgets else "key")
+        forgets = forgets or (key == "key" and bool(fault))
+        hint = "" if holds else f". Hint: {_METER_HINTS[key]}"
+        tally.award(points, not fault, f"{name}: {fault}{hint}")
+    if holds:
+        tally.messages.insert(0, _HOLDS)
     return tally.score()
 
 

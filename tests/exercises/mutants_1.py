@@ -10,6 +10,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "GB for GiB": [("nbytes / 2**30", "nbytes / 10**9")],
         "GiB for GB": [("nbytes / 10**9", "nbytes / 2**30")],
         "the pair turned round": [("nbytes / 10**9, nbytes / 2**30", "nbytes / 2**30, nbytes / 10**9")],
+        "rounded": [("nbytes / 10**9, nbytes / 2**30", "round(nbytes / 10**9, 1), round(nbytes / 2**30, 1)")],
         "only one number": [("nbytes / 10**9, nbytes / 2**30", "nbytes / 10**9")],
         "as text": [("return bus_bits * gbps_per_pin / 8", "return f'{bus_bits * gbps_per_pin / 8} GB/s'")],
         "printed, not returned": [("return nbytes / 10**9", "nbytes / 10**9")],
@@ -66,6 +67,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "bytes per second": [("/ best / 1e9", "/ best")],
         "sizes in cache kept": [("nbytes < 4 * cache_bytes", "nbytes < 0")],
         "sizes of once the cache": [("nbytes < 4 * cache_bytes", "nbytes < cache_bytes")],
+        "exactly four times left out": [("nbytes < 4 * cache_bytes", "nbytes <= 4 * cache_bytes")],
         "the machine's clock": [
             ("start = clock()", "import time; start = time.perf_counter()"),
             ("clock() - start", "time.perf_counter() - start"),
@@ -95,6 +97,12 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "never counts off": [("self.live_bytes -= nbytes", "pass")],
         "holds every tensor": [
             ("self.known.add(key)", "self.known.add(key); self.kept = (getattr(self, 'kept', ()), result)")
+        ],
+        "a closure holds the storage": [
+            (
+                "weakref.finalize(storage, self.ended, key, nbytes)",
+                "weakref.finalize(storage, lambda s=storage: self.ended(key, s.nbytes()))",
+            )
         ],
         "counts what was there before": [("key in older or key in self.known", "key in self.known")],
         "keys never forgotten": [("self.known.discard(key)", "pass")],

@@ -59,11 +59,14 @@ def test_there_are_at_least_three_wrong_answers(exercise: str) -> None:
     [
         ("1.1", "bits for bytes", 1),
         ("1.1", "GB for GiB", 1.5),
+        ("1.1", "the pair turned round", 1),
         ("1.2", "both directions summed", 1),
         ("1.2", "no link is an error", 1.5),
         ("1.3", "one direction", 0.6),
         ("1.3", "the mean", 0.6),
         ("1.3", "sizes in cache kept", 0.8),
+        ("1.3", "GiB per second", 0.6),
+        ("1.3", "the machine's clock", 0),
         ("1.4", "rounded down", 1.5),
         ("1.4", "the whole chip for one SM", 1),
         ("1.4", "GiB", 1),
@@ -76,6 +79,35 @@ def test_there_are_at_least_three_wrong_answers(exercise: str) -> None:
 )
 def test_what_is_right_in_a_wrong_answer_earns_its_part(exercise: str, name: str, points: float) -> None:
     assert score(CHAPTER, exercise, mutant(CHAPTER, exercise, MUTANTS[exercise][name])).points == points
+
+
+@pytest.mark.parametrize(
+    ("exercise", "name", "says"),
+    [
+        ("1.1", "the pair turned round", "you swapped the two"),
+        ("1.1", "rounded", "GB is the right unit, but don't round"),
+        ("1.1", "GB for GiB", "a GB is not a GiB"),
+        ("1.2", "the row for the name", 'return its name, row["name"]'),
+        ("1.2", "one order of the ends", "the ends may come in either order"),
+        ("1.3", "exactly four times left out", "exactly 4 times the cache counts"),
+        ("1.3", "sizes in cache kept", "isn't at least 4 times"),
+        ("1.3", "GiB per second", "in GiB per second"),
+        ("1.5", "keys never forgotten", "the fourth trap"),
+        ("1.5", "a closure holds the storage", "not in a closure or lambda"),
+        ("1.5", "holds every tensor", "something in your meter holds it"),
+        ("1.5", "never counts off", "with minus, when it dies"),
+    ],
+)
+def test_the_first_message_names_the_mistake(exercise: str, name: str, says: str) -> None:
+    messages = score(CHAPTER, exercise, mutant(CHAPTER, exercise, MUTANTS[exercise][name])).messages
+    assert says in messages[0]
+    assert len(messages) == len(set(messages))
+    assert not any("all three machines" in m or "{" in m for m in messages)  # a test's name, a cut dict
+
+
+def test_a_meter_that_holds_storages_is_told_so_once() -> None:
+    messages = score(CHAPTER, "1.5", mutant(CHAPTER, "1.5", MUTANTS["1.5"]["a closure holds the storage"]))
+    assert not any("Hint" in m for m in messages.messages)
 
 
 def test_checks_pass_in_any_order_and_evidence_is_plain() -> None:
