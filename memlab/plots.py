@@ -66,6 +66,14 @@ _STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",
 }
 _TOTAL, _LESS, _MORE = "#555555", "#56B4E9", "#D55E00"  # a waterfall's sums, what is freed, what is added
+#: Colour and dash of a line, in order: dark, bright and middle hues in turn (Okabe and Ito's).
+_LINES: tuple[tuple[str, Any], ...] = (
+    ("#00426B", "-"),
+    ("#D55E00", (0, (5, 1.6))),
+    ("#009E73", (0, (1.2, 1.2))),
+    ("#56B4E9", (0, (7, 1.5, 1.2, 1.5))),
+    ("#C9689E", (0, (3, 1, 1, 1, 1, 1))),
+)
 _FILLS = (0.0, 0.45, 1.0)  # how much of its colour a column of a comparison has
 _SHORT = {"setup": "", "forward": "fwd", "backward": "bwd", "optimizer": "opt"}  # where a phase is brief
 _POINTS = 1000  # a longer trace is sampled: a notebook shows the plot on fewer pixels than this
@@ -370,6 +378,79 @@ def times(rows: Sequence[tuple[str, float]], title: str, dark: Mapping[str, str]
         ],
         tuple(why), title, "time (ns to seconds, log scale)", seconds,
     )  # fmt: skip
+
+
+def curves(
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    title: str,
+    x: str,
+    y: str,
+    *,
+    in_bytes: bool = False,
+    log_x: int | None = None,
+    log_y: bool = False,
+    steps: bool = False,
+    notes: Sequence[tuple[float, float, str]] = (),
+    budget: int | None = None,
+) -> Figure:
+    """Lines over a common axis, each label -> (xs, ys), named in the legend, told apart by their dashes.
+
+    x, y: what the axes show, with the unit; with `in_bytes` y is without it: KiB, MiB or GiB is chosen.
+    log_x: the base (2 or 10), or None; log_y: powers of ten. steps: values hold until the next x. notes:
+    (x, y, text) at points worth a word, y as given. budget: the bytes that there are. Raises ValueError for
+    no line, an empty one, xs and ys of different lengths, or more lines than there are dashes.
+    """
+    if not 0 < len(lines) <= len(_LINES):
+        raise ValueError(f"curves() draws 1 to {len(_LINES)} lines, not {len(lines)}")
+    for label, (xs, ys) in lines.items():
+        if not len(xs) or len(xs) != len(ys):
+            raise ValueError(f"{label!r}: {len(xs)} xs and {len(ys)} ys; give as many of both, at least one")
+    largest = max([budget or 0, *(max(ys) for _, ys in lines.values())])
+    scale, unit = _unit(largest) if in_bytes else (1, "")
+
+    with _figure(7, 4) as figure:
+        ax = figure.subplots()
+        for (label, (xs, ys)), (colour, dash) in zip(lines.items(), _LINES, strict=False):
+            values = np.asarray(ys, float) / scale
+            drawn: dict[str, Any] = {"color": colour, "linestyle": dash, "linewidth": 2, "label": label}
+            if steps:
+                ax.step(xs, values, where="post", **{**drawn, "linewidth": 1.3})
+            else:
+                ax.plot(xs, values, marker="o" if len(xs) <= 16 else "", markersize=5, **drawn)
+        if log_x is not None:
+            ax.set_xscale("log", base=log_x)
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.12g}"))
+        else:
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.12g}"))
+        if log_y:
+            ax.set_yscale("log")
+        else:
+            top = largest / scale * 1.2 or 1
+            ax.set_ylim(0, top)
+            ax.set_yticks([tick for tick in ax.get_yticks() if tick <= top])
+        ax.minorticks_off()
+        ends = [float(v) for xs, _ in lines.values() for v in (min(xs), max(xs))]
+        low, high = min(ends), max(ends)
+        middle = math.sqrt(low * high) if log_x is not None else (low + high) / 2
+        for at, height, text in notes:
+            _peak(ax, at, height / scale, text, at > middle)
+        if budget is not None:
+            _limit(ax, budget / scale, f"budget {units.format_bytes(budget)}")
+        _finish(ax, title, x, f"{y} ({unit})" if in_bytes else y)
+        ax.grid(axis="y")
+        if len(lines) > 1:
+            figure.legend(loc="outside lower center", ncols=min(len(lines), 3), handlelength=2.6)
+
+        def shown(value: float) -> str:
+            return units.format_bytes(round(value)) if in_bytes else f"{value:.3g}"
+
+        told = " ".join(
+            f"{label}: from {shown(ys[0])} at {xs[0]:,.6g} to {shown(ys[-1])} at {xs[-1]:,.6g}, "
+            f"lowest {shown(min(ys))}, highest {shown(max(ys))}."
+            for label, (xs, ys) in lines.items()
+        )
+        figure.memlab_alt = f"{title}. {y} over {x}. {told}"
+    return figure
 
 
 def seconds(value: float) -> str:

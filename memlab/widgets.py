@@ -1,8 +1,8 @@
 """Explorers: change one thing, see what it does to memory. Each has a static twin.
 
-`memory_levels()` and `four_consumers()` return an `Explorer`. Where a cell shows it, its twin, a table and a
-figure of the starting point, is always there; under it come live controls where ipywidgets can be shown (not
-while grading, not without a kernel). Everything is computed by closed forms: an answer is there at once.
+Each function returns an `Explorer`. Where a cell shows it, its twin, a table and a figure of the starting
+point, is always there; under it come live controls where ipywidgets can be shown (not while grading, not
+without a kernel). Everything is computed by closed forms: an answer is there at once.
 """
 
 from __future__ import annotations
@@ -342,3 +342,91 @@ def _shown(control: Control, choices: Choices) -> str:
 
 def _signed(size: int) -> str:
     return f"{'−' if size < 0 else '+' if size > 0 else '±'}{units.format_bytes(abs(size))}"
+
+
+# -- chapter 3: how long a checkpointed segment ---
+
+
+def checkpoint_segments(model: str = "llama2-7b", gpu: str = "A100-80GB") -> Explorer:
+    """Activations and peak of a step of `model` by the number of blocks in a checkpointed segment.
+
+    Starts from weights, gradients and moments in bf16 and one sequence of the model's own length. Raises
+    ValueError for a model without blocks (a convnet's aren't equal) or a card that isn't known.
+    """
+    config, card = models.model(model), hardware.gpu(gpu)
+    if not isinstance(config, models.TransformerConfig):
+        raise ValueError(f"{config.name} has no row of equal blocks; choose a transformer, such as gpt2")
+    names = tuple(n for n, c in models.MODELS.items() if isinstance(c, models.TransformerConfig))
+    controls = [
+        Control("model", "Model", _names(names)),
+        Control("gpu", "Card", _names(tuple(hardware.GPUS))),
+        Control("micro_batch", "Micro-batch", tuple((str(n), n) for n in (1, 2, 4, 8, 16, 32))),
+        Control("attention", "Attention", _names(("sdpa", "eager"))),
+        Control("optimizer", "Optimizer", _OPTIMIZERS),
+    ]
+    start = {
+        "model": config.name,
+        "gpu": card.name,
+        "micro_batch": 4,
+        "attention": "sdpa",
+        "optimizer": ("adamw", "fused"),
+    }
+    return Explorer(_segments_view, controls, start)
+
+
+def _segments_view(now: Choices, before: Choices | None = None) -> View:
+    config, card = models.model(now["model"]), hardware.gpu(now["gpu"])
+    assert isinstance(config, models.TransformerConfig)
+    name, implementation = now["optimizer"]
+    step = recipe.Recipe(
+        precision="bf16",
+        optimizer=name,
+        optimizer_impl=implementation,
+        micro_batch=now["micro_batch"],
+        attention=now["attention"],
+    )
+    lengths = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < config.layers] + [
+        config.layers
+    ]
+    found = {n: footprint.footprint(config, step.replace(checkpointing=f"every-{n}"), card) for n in lengths}
+    plain = footprint.footprint(config, step, card)
+    kept = {n: f.consumer_peaks()["activations"] for n, f in found.items()}
+    plain_kept = plain.consumer_peaks()["activations"]
+    best = min(lengths, key=kept.__getitem__)
+    peak = found[best]
+    fits = "fits" if peak.peak_bytes <= card.memory_bytes else "doesn't fit"
+    finding = (
+        f"{config.name}: {units.format_bytes(plain_kept)} of activations become "
+        f"{units.format_bytes(kept[best])} with {best} block{'s' if best > 1 else ''} a segment"
+    )
+    rows = [
+        (
+            "none",
+            units.format_bytes(plain_kept),
+            units.format_bytes(plain.peak_bytes),
+            plain.peak_phase,
+            "1.00",
+        )
+    ]
+    for n, f in found.items():
+        label = f"{n}, the whole model" if n == config.layers else str(n)
+        rows.append(
+            (label, units.format_bytes(kept[n]), units.format_bytes(f.peak_bytes), f.peak_phase, "1.33")
+        )
+    note = (
+        f"With {best} the step {fits} in {units.format_bytes(card.memory_bytes)}. Activations at their own "
+        "largest moment; the peak is that of all live tensors. Arithmetic: a backward counts as two forwards."
+    )
+    if before is not None:
+        changes = ", ".join(f"{before[key]} → {now[key]}" for key in now if now[key] != before[key])
+        note = f"{changes or 'No change'}. {note}"
+    lines = {
+        "activations": (lengths, list(kept.values())),
+        "peak of the step": (lengths, [f.peak_bytes for f in found.values()]),
+        "activations without checkpointing": ([lengths[0], lengths[-1]], [plain_kept] * 2),
+    }
+    figure = plots.curves(
+        lines, finding, "blocks in a checkpointed segment (log scale)", "live bytes", in_bytes=True, log_x=2
+    )
+    header = ("blocks a segment", "activations at most", "peak of the step", "in", "arithmetic")
+    return View(finding, header, tuple(rows), note, figure)

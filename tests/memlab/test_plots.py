@@ -54,7 +54,19 @@ COLUMNS = {
     },
     "measured": {"parameters": GIB, "gradients": GIB, "activations": 811 * MIB, "peak": 4 * GIB + 5 * MIB},
 }
+LINES = {"plain": ([1, 2, 4, 8], [MIB, 2 * MIB, 4 * MIB, 8 * MIB]), "shared": ([1, 8], [MIB, 3 * MIB])}
 FIGURES = {
+    "curves": lambda: plots.curves(LINES, "One grows faster", "layers", "kept", in_bytes=True, log_x=2),
+    "curves, steps": lambda: plots.curves(
+        LINES,
+        "Steps",
+        "layers",
+        "live",
+        in_bytes=True,
+        steps=True,
+        notes=[(8, 8 * MIB, "top")],
+        budget=9 * MIB,
+    ),
     "comparison": lambda: plots.comparison(COLUMNS),
     "timeline": lambda: plots.timeline(step()),
     "timeline, near budget": lambda: plots.timeline(step(), budget=300 * MIB),
@@ -324,3 +336,19 @@ def test_no_line_crosses_a_number():
     (note,) = [t for t in figure.axes[0].texts if t.get_text() == "14.00 GiB"]
     (line,) = figure.axes[0].lines
     assert note.zorder > line.zorder and note.get_bbox_patch().get_facecolor()[:3] == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "lines", [{}, {"a": ([], [])}, {"a": ([1, 2], [1])}, {str(i): ([1], [1]) for i in range(9)}]
+)
+def test_curves_refuse_what_they_cannot_draw(lines):
+    with pytest.raises(ValueError, match=r"curves|give as many"):
+        plots.curves(lines, "title", "x", "y")
+
+
+def test_curves_say_what_they_show_and_differ_without_colour():
+    figure = plots.curves(LINES, "One grows faster", "layers", "kept", in_bytes=True)
+    (ax,) = figure.axes
+    assert ax.get_ylabel() == "kept (MiB)"
+    assert "plain: from 1.00 MiB at 1 to 8.00 MiB at 8" in figure.memlab_alt
+    assert len({line.get_linestyle() for line in ax.lines}) == 2

@@ -11,6 +11,7 @@ from memlab.recipe import Recipe
 EXPLORERS = {
     "memory_levels": lambda: widgets.memory_levels(),
     "four_consumers": lambda: widgets.four_consumers(),
+    "checkpoint_segments": lambda: widgets.checkpoint_segments(),
 }
 
 
@@ -163,3 +164,16 @@ def test_the_twin_always_shows_and_the_controls_where_someone_can_move_them(
     shown = json.loads(done.stdout.splitlines()[-1])
     assert shown[:2] == [["text/html", "text/plain"], ["image/png", "text/plain"]]
     assert (len(shown) == 3) == live
+
+
+def test_checkpoint_segments_agree_with_the_footprint():
+    explorer = widgets.checkpoint_segments("gpt2", "T4")
+    recipe = Recipe(precision="bf16", optimizer_impl="fused", micro_batch=4, checkpointing="every-3")
+    peaks = {row[0]: row[2] for row in explorer.twin.rows}
+    assert peaks["3"] == units.format_bytes(footprint("gpt2", recipe, "T4").peak_bytes)
+    assert peaks["12, the whole model"]
+
+
+def test_checkpoint_segments_refuses_a_convnet():
+    with pytest.raises(ValueError, match="equal blocks"):
+        widgets.checkpoint_segments("resnet50")
