@@ -1,1 +1,1 @@
-"""Checks against what others measured, against other tools, and against a real GPU. Not part of the course."""
+"""Checks against what others measured, against other tools and a real GPU. Not part of the course."""

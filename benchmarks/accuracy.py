@@ -2,9 +2,10 @@
 
     python -m benchmarks.accuracy --measurements memlab/data/published_measurements.json [--json OUT]
 
-Every row whose configuration is complete is traced on a virtual card with the script that its source used, and
-replayed through the caching allocator. Printed: quantity, published, predicted, error = (predicted - published)
-/ published, or why a row was skipped; then median and worst by quantity, by attention and by phase.
+Every row whose configuration is complete is traced on a virtual card with the script that its source used,
+and replayed through the caching allocator. Printed: quantity, published, predicted, error = (predicted -
+published) / published, or why a row was skipped; then median and worst by quantity, by attention and by
+phase.
 
 No row has a setting of its own. What a source fixes (card, library versions, attention kernel, order of the
 script) stands in `benchmarks.workloads` and in `SESSIONS` below; where a source leaves something open, the
@@ -20,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ class Entry:
     predicted: int
     low: int | None = None
     high: int | None = None
+    half_digit: int = 0  # half of the last published digit: closer than that is equal
     group: str = ""
     attention: str = ""
     about: str = ""
@@ -52,6 +55,11 @@ class Entry:
     @property
     def error(self) -> float:
         return (self.predicted - self.published) / self.published
+
+    @property
+    def equal(self) -> bool:
+        """To the byte, or to all digits that were published."""
+        return abs(self.predicted - self.published) <= self.half_digit
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -159,7 +167,11 @@ def peaks(run: Any, order: str = ORDER) -> Peaks:
     """What torch.cuda would have reported for the measured steps of a `workloads.Run`."""
     trace: Trace = run.trace
     done = replay(
-        trace.events, trace.sizes, marks=trace.marks, order=order, empty_cache=trace.info.get("empty_cache", ())
+        trace.events,
+        trace.sizes,
+        marks=trace.marks,
+        order=order,
+        empty_cache=trace.info.get("empty_cache", ()),
     )
     step = [s for s in done.spans if run.headline[0] <= s.start < run.headline[1]]
     other = [s for s in done.spans if run.phases[0] <= s.start < run.phases[1]]
@@ -180,6 +192,12 @@ def bytes_of(value: float, unit: str) -> int:
     return round(value * UNITS[word])
 
 
+def half_digit(value: float, unit: str) -> int:
+    """Half of the last digit of a published number, in bytes: 0 where digits reach below one byte."""
+    _, _, decimals = repr(float(value)).partition(".")
+    return bytes_of(0.5 * 10.0 ** -len(decimals), unit) if decimals != "0" else 0
+
+
 # --- sources ------------------------------------------------------------------------------------------------
 
 _cache: dict[Any, Any] = {}
@@ -191,8 +209,8 @@ def _once(key: Any, make: Callable[[], Any]) -> Any:
     return _cache[key]
 
 
-def fitcheck_rows(row: dict[str, Any]) -> Iterator[Entry]:
-    """FitCheck's archive of a Tesla T4: LoRA on fp16 or nf4, allocated, reserved, process and phases."""
+def _fitcheck_runs(row: dict[str, Any]) -> list[Any]:
+    """The runs of a FitCheck row: one, or for nf4 one for each order of loading, the predicted one first."""
     from benchmarks import workloads as w
 
     config = row["config"]
@@ -202,6 +220,8 @@ def fitcheck_rows(row: dict[str, Any]) -> Iterator[Entry]:
         raise SkipError(f"base weights in {config['quant']} aren't modelled")
     if config["attn_impl"] not in ("eager", "sdpa"):
         raise SkipError(f"attention {config['attn_impl']!r} isn't modelled")
+    if not config.get("arch"):
+        raise SkipError("the model's shape isn't in the row")
     sdpa = config["attn_impl"] == "sdpa"
     inputs = w.Inputs(
         card="T4", batch=config["batch"], sequence=config["seq"],
@@ -211,45 +231,56 @@ def fitcheck_rows(row: dict[str, Any]) -> Iterator[Entry]:
     )  # fmt: skip
     model = config_of(config["arch"], config["model"])
     session = next((s for name, s in SESSIONS.items() if name in row["url"]), UNKNOWN_SESSION)
-    key = (json.dumps(model), inputs, session.clears_cache)
-    variants: list[Peaks] = []
     if inputs.base == "fp16":
-        run = _once(key, lambda: w.fitcheck(model, inputs))
-        found = _once((*key, ORDER), lambda: peaks(run))
-        variants = _once((*key, "orders"), lambda: [peaks(run, order) for order in ORDERS])
-        unsaid = ""
-    else:
-        runs = _once(
-            key, lambda: w.fitcheck_nf4(model, inputs, w.Loading(cleared=session.clears_cache))
-        )
-        found = _once((*key, ORDER), lambda: peaks(runs[0]))
-        variants = _once((*key, "runs"), lambda: [peaks(run) for run in runs])
-        unsaid = "in which order the loader's threads copy tensors"
-    variants = [found, *variants]
+        return [w.fitcheck(model, inputs)]
+    return w.fitcheck_nf4(model, inputs, w.Loading(cleared=session.clears_cache))
+
+
+def fitcheck_rows(row: dict[str, Any]) -> Iterator[Entry]:
+    """FitCheck's archive of a Tesla T4: LoRA on fp16 or nf4, allocated, reserved, process and phases."""
+    config = row["config"]
+    found, variants = _once(
+        json.dumps([config, row["url"].partition("#")[0]]), lambda: _with_variants(_fitcheck_runs(row))
+    )
     context = hardware.gpu("T4").context_bytes or 0
+    quantised = config["quant"] != "none"
     about = {
-        "group": "T4, fp16 LoRA" if inputs.base == "fp16" else "T4, nf4 LoRA",
+        "group": "T4, nf4 LoRA" if quantised else "T4, fp16 LoRA",
         "attention": config["attn_impl"],
-        "about": f"{config['model'].rpartition('/')[2]} b{inputs.batch} s{inputs.sequence}",
-        "unsaid": unsaid,
+        "about": f"{config['model'].rpartition('/')[2]} b{config['batch']} s{config['seq']}",
+        "unsaid": "in which order the loader's threads copy tensors" if quantised else "",
     }
 
-    def entry(quantity: str, published: int, of: Callable[[Peaks], int]) -> Entry:
+    def entry(quantity: str, value: float, unit: str, of: Callable[[Peaks], int]) -> Entry:
         others = [of(v) for v in variants]
-        return Entry(row["id"], quantity, published, of(found), min(others), max(others), **about)
+        half = half_digit(value, unit)
+        return Entry(
+            row["id"], quantity, bytes_of(value, unit), of(found), min(others), max(others), half, **about
+        )
 
-    yield entry("allocated", bytes_of(row["value"], row["unit"]), lambda p: p.allocated)
+    yield entry("allocated", row["value"], row["unit"], lambda p: p.allocated)
     if row.get("reserved_mib"):
-        yield entry("reserved", bytes_of(row["reserved_mib"], "MiB"), lambda p: p.reserved)
+        yield entry("reserved", row["reserved_mib"], "MiB", lambda p: p.reserved)
     if row.get("process_mib"):
-        yield entry("process", bytes_of(row["process_mib"], "MiB"), lambda p: p.reserved + context)
+        yield entry("process", row["process_mib"], "MiB", lambda p: p.reserved + context)
     for phase, value in (row.get("phase_peaks_mib") or {}).items():
         if value is not None:
-            yield entry(phase, bytes_of(value, "MiB"), lambda p, phase=phase: p.phases[phase])  # type: ignore[misc]
+            yield entry(phase, value, "MiB", partial(_phase, phase))
 
 
-def vramcalc_rows(row: dict[str, Any]) -> Iterator[Entry]:
-    """vramcalc's validation table, RTX A6000: full training, LoRA and inference, allocated."""
+def _phase(phase: str, found: Peaks) -> int:
+    return found.phases[phase]
+
+
+def _with_variants(runs: list[Any]) -> tuple[Peaks, list[Peaks]]:
+    """The prediction, and what else the source leaves possible: orders of addresses, orders of loading."""
+    found = peaks(runs[0])
+    if len(runs) > 1:
+        return found, [found, *map(peaks, runs[1:])]
+    return found, [peaks(runs[0], order) for order in ORDERS]
+
+
+def _vramcalc_run(row: dict[str, Any]) -> tuple[Any, str]:
     from benchmarks import workloads as w
 
     config = row["config"]
@@ -267,13 +298,25 @@ def vramcalc_rows(row: dict[str, Any]) -> Iterator[Entry]:
         amp="bf16" if "amp" in words else None, checkpointing="ckpt" in words, lora=lora,
         training=config["mode"] == "train",
     )  # fmt: skip
-    run = w.vramcalc(CONFIGS[config["model"]], inputs)
-    found = peaks(run)
     kind = "inference" if not inputs.training else "LoRA" if lora else "training"
+    return w.vramcalc(CONFIGS[config["model"]], inputs), kind
+
+
+def vramcalc_rows(row: dict[str, Any]) -> Iterator[Entry]:
+    """vramcalc's validation table, RTX A6000: full training, LoRA and inference, allocated."""
+    config = row["config"]
+    run, kind = _vramcalc_run(row)
     yield Entry(
-        row["id"], "allocated", bytes_of(row["value"], row["unit"]), found.allocated, None, None,
-        f"A6000, {kind}", attention, f"{config['model']} {config['setting']}", "",
+        row["id"], "allocated", bytes_of(row["value"], row["unit"]), peaks(run).allocated,
+        half_digit=half_digit(row["value"], row["unit"]), group=f"A6000, {kind}",
+        attention="eager" if "eager" in config["setting"] else "sdpa",
+        about=f"{config['model']} {config['setting']}",
     )  # fmt: skip
+
+
+def traced(row: dict[str, Any]) -> Any:
+    """The run that a row's prediction is read from."""
+    return _fitcheck_runs(row)[0] if "FitCheck" in row["source"] else _vramcalc_run(row)[0]
 
 
 def torchinfo_rows(row: dict[str, Any]) -> Iterator[Entry]:
@@ -283,9 +326,9 @@ def torchinfo_rows(row: dict[str, Any]) -> Iterator[Entry]:
     times = 1 if "once" in row["config"]["code"] else 100
     found = w.repeated_linear(times)
     yield Entry(
-        row["id"], "allocated", bytes_of(row["value"], row["unit"]), found, None, None, "other", "",
-        f"Linear applied {times}x",
-        "torch version and card; the row of one application holds 8.0078 MiB of workspace, that of 100 none",
+        row["id"], "allocated", bytes_of(row["value"], row["unit"]), found,
+        half_digit=half_digit(row["value"], row["unit"]), group="other", about=f"Linear applied {times}x",
+        unsaid="torch version and card; of the two rows one holds 8.0078 MiB of workspace, the other none",
     )  # fmt: skip
 
 
@@ -314,8 +357,10 @@ def predict(row: dict[str, Any]) -> list[Entry]:
 # --- the report ---------------------------------------------------------------------------------------------
 
 
-def _percent(value: float) -> str:
-    return f"{value:+.4%}" if value else "0, equal to the byte"
+def _percent(entry: Entry) -> str:
+    if entry.predicted == entry.published:
+        return "0, equal to the byte"
+    return f"{entry.error:+.4%}" + (", equal as rounded" if entry.equal else "")
 
 
 def line(entry: Entry) -> str:
@@ -325,7 +370,7 @@ def line(entry: Entry) -> str:
         spread = f"  range {format_bytes(entry.low)} to {format_bytes(entry.high)}"
     return (
         f"{entry.id!s:>5}  {entry.quantity:<10}{format_bytes(entry.published):>13}"
-        f"{format_bytes(entry.predicted):>13}  {_percent(entry.error):<22}{entry.about} {entry.attention}{spread}"
+        f"{format_bytes(entry.predicted):>13}  {_percent(entry):<26}{entry.about} {entry.attention}{spread}"
     )
 
 
@@ -333,7 +378,7 @@ def _summary(title: str, groups: dict[str, list[Entry]]) -> list[str]:
     lines = [title]
     for name, entries in groups.items():
         errors = [e.error for e in entries]
-        equal = sum(e.published == e.predicted for e in entries)
+        equal = sum(e.equal for e in entries)
         median, worst = statistics.median(abs(e) for e in errors), max(errors, key=abs)
         lines.append(
             f"  {name:<34}{len(entries):>4} figures  median {median:.4%}  worst {worst:+.4%}  equal {equal}"
@@ -359,12 +404,13 @@ def summary(entries: Sequence[Entry]) -> str:
 
 
 RESTS_ON = """\
-Exactness rests on: the operators' order in the script and its libraries (transformers 5.17, peft 0.20 here); the
-attention kernel (pinned by the scripts); what stays alive (the output, through the optimizer step); CUDA's rules
-(memlab.cuda_rules). `value` in the measurements is rounded; phase peaks carry all digits. Reserved rests on the
-order of segment addresses too, which is inferred: the range is over four orders (fp16), or over how far the
-loader runs ahead (nf4). Process is reserved and the card's context, a constant of card and driver.
-RTX A6000 rows were measured with transformers 4.57, which always builds a mask: that is emulated."""
+Exactness rests on: the operators' order in the script and its libraries (transformers 5.17, peft 0.20
+here); the attention kernel (pinned by the scripts); what stays alive (the output, through the optimizer
+step); CUDA's rules (memlab.cuda_rules). `value` in the measurements is rounded; phase peaks carry all
+digits. Reserved rests on the order of segment addresses too, which is inferred: the range is over four
+orders (fp16), or over how far the loader runs ahead (nf4). Process is reserved and the card's context, a
+constant of card and driver. RTX A6000 rows were measured with transformers 4.57, which always builds a
+mask: that is emulated."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

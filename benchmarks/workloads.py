@@ -1,13 +1,13 @@
 """The scripts behind published measurements, run on a virtual card.
 
-Each function is the measuring script's own order of operations: what is made where, what stays alive, how many
-steps. That order, the attention kernel, the masks and the library versions are inputs (`Inputs`), because
-exactness rests on them. Needs transformers and peft (extra `benchmarks`).
+Each function is the measuring script's own order of operations: what is made where, what stays alive, how
+many steps. That order, the attention kernel, the masks and the library versions are inputs (`Inputs`),
+because exactness rests on them. Needs transformers and peft (extra `benchmarks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,9 +28,9 @@ class Inputs:
     """What a prediction rests on beside the model's shape.
 
     attention: 'eager' or 'sdpa' (transformers' names). kernel: what SDPA may run, as the script pins it.
-    expanded: the script expands grouped keys and values before SDPA. masks: 'by need' (transformers 5: none for
-    whole sequences under SDPA) or 'always' (transformers 4.57, whose find_packed_sequence_indices never returns
-    None). base: 'fp16', 'bf16', 'fp32' or 'nf4'. amp: autocast's type or None. lora: rank or None.
+    expanded: the script expands grouped keys and values before SDPA. masks: 'by need' (transformers 5: none
+    for whole sequences under SDPA) or 'always' (transformers 4.57, whose find_packed_sequence_indices never
+    returns None). base: 'fp16', 'bf16', 'fp32' or 'nf4'. amp: autocast's type or None. lora: rank or None.
     """
 
     card: str
@@ -79,7 +79,7 @@ def model_of(config: dict[str, Any], attention: str, dtype: torch.dtype) -> nn.M
 
 
 def adapters(gpu: VirtualGPU, model: nn.Module, inputs: Inputs, dtype: torch.dtype) -> nn.Module:
-    """PEFT's LoRA: each adapter is made in main memory, moved in the base's type, and made fp32 at the end."""
+    """PEFT's LoRA: each adapter is made in main memory, moved in the base's type, made fp32 at the end."""
     from peft import LoraConfig, get_peft_model
 
     with gpu.host():
@@ -111,7 +111,7 @@ def _adapter_layers(model: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def expanded_keys() -> Iterator[None]:
-    """The script's wrapper: grouped keys and values are repeated before SDPA, which then needs no grouping."""
+    """The script's wrapper: grouped keys and values are repeated before SDPA: no grouping there."""
     functional = torch.nn.functional
     original = functional.scaled_dot_product_attention
 
@@ -186,9 +186,9 @@ def fitcheck(config: dict[str, Any], inputs: Inputs) -> Run:
 
 
 def vramcalc(config: dict[str, Any], inputs: Inputs) -> Run:
-    """bench.py of vramcalc 0.1.2. Training: gradients are zeroed in place after the step, not freed; the output
-    is deleted before the optimizer step; the cache is emptied before each measured step. Inference: one forward
-    with use_cache under inference_mode.
+    """bench.py of vramcalc 0.1.2. Training: gradients are zeroed after the step, not freed; the output
+    is deleted before the optimizer step; the cache is emptied before each measured step. Inference: one
+    forward with use_cache under inference_mode.
     """
     weights = torch.float32 if inputs.amp else DTYPES[inputs.base]
     with VirtualGPU(inputs.card, limit=1 << 50) as gpu:
@@ -412,9 +412,7 @@ def _with_loading(run: Run, loaded: int, loading: Trace) -> Run:
     result.marks = [(max(0, position + shift) if position else 0, name) for position, name in trace.marks]
     result.info["empty_cache"] = [p + shift for p in trace.info.get("empty_cache", ())]
     headline, phases = run.headline, run.phases
-    return Run(
-        result, (headline[0] + shift, headline[1] + shift), (phases[0] + shift, phases[1] + shift)
-    )
+    return Run(result, (headline[0] + shift, headline[1] + shift), (phases[0] + shift, phases[1] + shift))
 
 
 def _load_nf4(model: nn.Module, loading: Loading) -> None:
@@ -441,9 +439,7 @@ def _load_nf4(model: nn.Module, loading: Loading) -> None:
                 module.quantise(loaded)
                 del module._parameters[name]
             else:
-                shared = [
-                    (m, n) for m in model.modules() for n, t in m._parameters.items() if t is tensor
-                ]
+                shared = [(m, n) for m in model.modules() for n, t in m._parameters.items() if t is tensor]
                 parameter = nn.Parameter(loaded, requires_grad=False)
                 for owner, key in shared:
                     owner._parameters[key] = parameter
@@ -458,7 +454,7 @@ def _load_nf4(model: nn.Module, loading: Loading) -> None:
 
 
 def repeated_linear(times: int) -> int:
-    """torchinfo issue 144: Linear(1024, 1024) applied `times` times to zeros(10240, 1024) in fp32; live bytes.
+    """torchinfo issue 144: Linear(1024, 1024) applied `times` times to zeros(10240, 1024) in fp32; its bytes.
 
     The issue is of a time when cuBLAS kept its workspace to itself, outside of PyTorch's allocator.
     """
