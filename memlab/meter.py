@@ -95,6 +95,11 @@ class Meter(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code is measured as it runs; without this torch.compile would give up inside a meter."""
+        return True
+
     def __init__(
         self,
         model: nn.Module | None = None,
