@@ -412,20 +412,24 @@ plots.timeline(short)
 
 
 # %% id="ex-2-2" exercise="2.2"
+from torch.utils._pytree import tree_leaves  # every leaf of a nest of lists, tuples and dicts
+
+
 def measure_states(model, optimizer):
     """{"parameters": …, "gradients": …, "optimizer_states": …}: bytes held now, as ints."""
 
     # exercise 2.2
     ### BEGIN SOLUTION
-    def total(tensors):
+    def total(tree):
+        """Bytes of all storages behind the tensors of `tree`, a nest of lists and dicts: each once, in full."""
+        tensors = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
-    in_optimizer = [value for state in optimizer.state.values() for value in state.values()]
     return {
         "parameters": total([*model.parameters(), *model.buffers()]),
-        "gradients": total(p.grad for p in model.parameters() if p.grad is not None),
-        "optimizer_states": total(value for value in in_optimizer if torch.is_tensor(value)),
+        "gradients": total([p.grad for p in model.parameters()]),
+        "optimizer_states": total(list(optimizer.state.values())),
     }
     ### END SOLUTION
 
@@ -688,17 +692,32 @@ print(f"scaled_dot_product_attention {format_bytes(fused)} (output included: {fo
 # one). The $5as/h$ disappears; the 34 stays.
 
 # %% [markdown] id="ex-2-4-text"
-# **Exercise 2.4** (2 points). The formula for $L$ blocks, in bytes: 16 bit, dropout, eager attention.
+# ### Exercise 2.4 (2 points)
+#
+# $s\,b\,h\,(34 + 5as/h)$ is right for one kind of block. Write the bytes of four kinds, $L$ blocks in 16 bit, exactly: the
+# MLP is $f$ wide instead of $4h$, dropout may be off, and attention may be fused. Leave out the statistics of the norms.
+#
+# Go through the table row by row. Which rows have the width of the MLP? Which ones does dropout make, and what does the
+# product with $V$ keep where there is none? A fused kernel keeps its Q, K, V and its output, as before, and one fp32 number
+# for each row and head. It keeps no mask either: in backward it draws the same random numbers again.
 
 
 # %% id="ex-2-4" exercise="2.4"
-def act_bytes(s, b, h, a, L):
-    """Bytes kept for backward by L transformer blocks (s tokens, micro-batch b, width h, a heads)."""
+def act_bytes(s, b, h, a, f, L, dropout, fused):
+    """Bytes, an int, that L transformer blocks keep for backward, in 16 bit, without the norms' statistics.
+
+    s tokens, micro-batch b, width h, a heads, an MLP of width f; dropout: True or False; fused: attention is
+    a fused kernel (True) or writes its scores out (False).
+    """
     # exercise 2.4
     ### BEGIN SOLUTION
-    linear_in_s = 34 * s * b * h
-    scores = 5 * a * b * s * s
-    return L * (linear_in_s + scores)
+    stream = 18 if dropout else 16  # two norms' inputs and outputs 8, Q, K, V 6, attention 2; two masks 2
+    mlp = 4 * f  # before and after GELU
+    if fused:
+        scores = 4 * a * s * b
+    else:
+        scores = (5 if dropout else 2) * a * s * s * b
+    return L * (s * b * (stream * h + mlp) + scores)
     ### END SOLUTION
 
 

@@ -50,24 +50,41 @@ def _unit_slip(value: Any, expected: float) -> str | None:
     return None
 
 
-def _wrong_count(what: str, value: Any, expected: int, hint: str) -> str:
-    """One line on a byte count that isn't right."""
-    if type(value) is not int:
-        if type(value) is float:
-            unit = _unit_slip(value, expected)
-            if unit:
-                return f"{what}: that is the right size in {unit}; return bytes, a whole number"
-            return f"{what}: bytes are whole numbers, you returned the float {value:g}: compute with ints"
-        return f"{what}: return an int, a number of bytes; you returned {_kind(value)}"
+def _wrong_type(function: str, value: Any, expected: float) -> str | None:
+    """One line on a value that is no number of bytes; the same for each input, so that it is said once."""
+    if type(value) is int:
+        return None
+    if type(value) is not float:
+        return f"{function}: return a number of bytes, an int; you returned {_kind(value)}"
     if unit := _unit_slip(value, expected):
-        return f"{what}: that is the right size in {unit}; return bytes"
-    return f"{what}: you said {value:,} B, it is {expected:,} B: {hint}"
+        return f"{function}: that is the right size in {unit}; return bytes, a whole number"
+    return f"{function}: bytes are whole numbers, you returned a float: compute with ints"
+
+
+def _wrong_count(function: str, case: str, value: Any, expected: int, hint: str) -> str:
+    """One line on a byte count that isn't right."""
+    if wrong := _wrong_type(function, value, expected):
+        return wrong
+    if unit := _unit_slip(value, expected):
+        return f"{case}: that is the right size in {unit}; return bytes"
+    return f"{case}: you said {value:,} B, it is {expected:,} B: {hint}"
+
+
+def _wrong_keys(function: str, value: Any) -> str | None:
+    """One line on a value that isn't a dict of the three consumers; the same for each input."""
+    if type(value) is dict and set(value) == set(STATES):
+        return None
+    yours = (
+        f"yours has {', '.join(sorted(value)[:6])}" if type(value) is dict else f"you returned {_kind(value)}"
+    )
+    return f"{function}: return a dict with the keys {', '.join(STATES)} (values in bytes); {yours}"
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, dict) and set(value) == {"type"}:
         return f"an object of type {value['type']}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"an {name}" if name == "int" else f"a {name}"
 
 
 def _guarded(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
@@ -129,7 +146,7 @@ def _evidence_2_1(answer: Any, seed: int) -> Evidence:
 
 
 def _group_2_1(precision: str, optimizer: str, offload: bool) -> str:
-    """The rule that a recipe tests; each rule earns half a point."""
+    """The rule that a recipe tests."""
     if offload or optimizer == "adamw-8bit":
         return "8 bit and offload"
     if precision == "fp32":
@@ -137,18 +154,30 @@ def _group_2_1(precision: str, optimizer: str, offload: bool) -> str:
     return precision
 
 
-_GROUPS_2_1 = ("adamw", "sgd", "amp-bf16", "bf16", "bf16-master", "8 bit and offload")
+#: Points of each rule: that autocast halves nothing is the point of the section.
+_GROUPS_2_1 = {
+    "adamw": 0.25, "sgd": 0.25, "amp-bf16": 1, "bf16": 0.5, "bf16-master": 0.5, "8 bit and offload": 0.5,
+}  # fmt: skip
 
 
 def _score_2_1(evidence: Evidence) -> Score:
     tally = Tally()
     recipes = _recipes_2_1(evidence["seed"])
     wrong = [_wrong_2_1(recipe, entry) for recipe, entry in zip(recipes, evidence["answers"], strict=True)]
-    for group in _GROUPS_2_1:
+    autocast = False
+    for group, points in _GROUPS_2_1.items():
         found = (
             m for recipe, m in zip(recipes, wrong, strict=True) if m and _group_2_1(*recipe[1:]) == group
         )
-        _award(tally, 0.5, next(found, None))
+        first = next(found, None)
+        if (
+            group == "bf16" and first is None and not autocast
+        ):  # who halves everything is right here by accident
+            first = (
+                "bf16: right, and this point counts only when autocast passes: halving everything would earn it"
+            )
+        earned = _award(tally, points, first)
+        autocast = autocast or (group == "amp-bf16" and earned)
     return _score(tally)
 
 
@@ -159,15 +188,15 @@ def _wrong_2_1(recipe: tuple[int, str, str, bool], entry: Any) -> str | None:
     if error := _error("states", entry):
         return error
     value = _value(entry)
-    if type(value) is not dict or set(value) != set(STATES):
-        return f"{name}: return a dict with the keys {', '.join(STATES)} (values in bytes)"
+    if wrong := _wrong_keys("states", value):
+        return wrong
     right = state_bytes(*recipe)
     for consumer in STATES:
         said, expected = value[consumer], right[consumer]
         if type(said) is int and said == expected:
             continue
         if type(said) is not int or _unit_slip(said, expected):
-            return _wrong_count(f"{name}, {consumer}", said, expected, "")
+            return _wrong_count("states", f"{name}, {consumer}", said, expected, "")
         return (
             f"{name}, {consumer}: you said {said / parameters:.3g} B per parameter, "
             f"it keeps {expected // parameters}: {_hint_2_1(consumer, said / parameters, recipe)}"
@@ -180,6 +209,8 @@ def _hint_2_1(consumer: str, said: float, recipe: tuple[int, str, str, bool]) ->
     if consumer == "parameters":
         if precision == "amp-bf16":
             return "autocast computes in bf16, but what is the dtype of model.parameters()?"
+        if precision == "bf16-master" and said == 6:
+            return "the master copy belongs to the optimizer states: the optimizer updates it"
         return "one number per parameter, in the dtype in which the model holds it"
     if consumer == "gradients":
         return "a gradient has the shape and the dtype of its parameter"
@@ -202,7 +233,11 @@ def _hint_2_1(consumer: str, said: float, recipe: tuple[int, str, str, bool]) ->
 
 
 class _Model(NamedTuple):
-    """A hidden model and optimizer: an embedding, two linear layers with a norm, a head that may be tied."""
+    """A hidden model and optimizer: an embedding, two linear layers with a norm, a head that may be tied.
+
+    `flat` names a consumer whose tensors are views of one buffer, with padding at its end; `cut` makes one
+    weight the upper half of a larger matrix.
+    """
 
     label: str
     optimizer: str
@@ -211,7 +246,8 @@ class _Model(NamedTuple):
     hidden: int
     tied: bool = False
     frozen: bool = False
-    flat: bool = False
+    flat: str = ""
+    cut: bool = False
     freed: bool = False
     buffer: bool = False
     dtype: str = "float32"
@@ -226,17 +262,32 @@ class _Model(NamedTuple):
             del shapes["head"]
         return shapes
 
+    def trained(self) -> list[tuple[int, ...]]:
+        return [s for name, s in self.shapes().items() if not (self.frozen and name == "embedding")]
+
+    @property
+    def padding(self) -> int:
+        """Elements at the end of a flat buffer that no tensor uses."""
+        return self.hidden
+
     def expected(self) -> dict[str, int]:
         size = 2 if self.dtype == "bfloat16" else 4
-        shapes = self.shapes()
-        trained = [s for name, s in shapes.items() if not (self.frozen and name == "embedding")]
-        numbers = sum(math.prod(s) for s in trained)
-        states = sum(_optimizer_state(self.optimizer, s, size) for s in trained)
-        everything = sum(math.prod(s) for s in shapes.values())
+        held = self.viewed()
+        if self.flat:
+            held[self.flat] += self.padding * size
+        if self.cut:
+            held["parameters"] += self.hidden * self.width * size
+        return held
+
+    def viewed(self) -> dict[str, int]:
+        """The bytes of all tensors, whatever the storages behind them: what t.nbytes adds up to."""
+        size = 2 if self.dtype == "bfloat16" else 4
+        numbers = sum(map(math.prod, self.trained()))
+        everything = sum(map(math.prod, self.shapes().values()))
         return {
             "parameters": everything * size + (self.hidden if self.buffer else 0),  # a bool mask
             "gradients": 0 if self.freed else numbers * size,
-            "optimizer_states": states,
+            "optimizer_states": sum(_optimizer_state(self.optimizer, s, size) for s in self.trained()),
         }
 
 
@@ -247,40 +298,65 @@ def _optimizer_state(optimizer: str, shape: tuple[int, ...], size: int) -> int:
         return step + size * (shape[0] + shape[1] if len(shape) > 1 else n)
     return {
         "sgd": 0, "momentum": n * size, "adam": step + 2 * n * size, "amsgrad": step + 3 * n * size,
+        "history": 2 * n * size,
     }[optimizer]  # fmt: skip
 
 
-def _models_2_2(seed: int) -> list[list[_Model]]:
+def _models_2_2(seed: int) -> list[tuple[float, list[_Model]]]:
     """The hidden cases, in the groups that earn points together."""
     rng = _random("2.2", seed)
 
     def sizes() -> tuple[int, int, int]:
         return rng.randrange(300, 500), 8 * rng.randrange(4, 9), rng.randrange(70, 130)
 
+    plain = ("sgd", "momentum", "adam", "amsgrad", "adafactor")
     return [
-        [_Model(f"fp32, {name}", name, *sizes()) for name in ("sgd", "momentum", "adam")],
-        [_Model(f"fp32, {name}", name, *sizes()) for name in ("amsgrad", "adafactor")],
-        [
-            _Model("Adam, head tied to the embedding", "adam", *sizes(), tied=True),
-            _Model("Adam, embedding frozen", "adam", *sizes(), frozen=True),
-        ],
-        [
-            _Model("momentum, gradients are views of one buffer", "momentum", *sizes(), flat=True),
-            _Model("Adam, after zero_grad(set_to_none=True)", "adam", *sizes(), freed=True),
-        ],
-        [_Model("bf16 model with a bool buffer, Adam", "adam", *sizes(), buffer=True, dtype="bfloat16")],
+        (0.5, [_Model(f"fp32, {name}", name, *sizes()) for name in plain]),
+        (
+            0.5,
+            [
+                _Model("Adam, head tied to the embedding", "adam", *sizes(), tied=True),
+                _Model("Adam, embedding frozen", "adam", *sizes(), frozen=True),
+                _Model("Adam, after zero_grad(set_to_none=True)", "adam", *sizes(), freed=True),
+                _Model(
+                    "bf16 model with a bool buffer, Adam", "adam", *sizes(), buffer=True, dtype="bfloat16"
+                ),
+            ],
+        ),
+        (
+            1,
+            [
+                _Model("a weight that is one half of a larger matrix", "momentum", *sizes(), cut=True),
+                _Model("parameters in one buffer, padded", "sgd", *sizes(), flat="parameters"),
+                _Model("gradients in one buffer, padded", "momentum", *sizes(), flat="gradients"),
+                _Model("Adam's moments in one buffer, padded", "adam", *sizes(), flat="optimizer_states"),
+            ],
+        ),
+        (0.5, [_Model("an optimizer with a list in its state", "history", *sizes())]),
     ]
 
 
 def _build(case: _Model) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The live model and optimizer after one step. Gradients are set by hand: no backward in a fork."""
+    """The live model and optimizer after two steps. Gradients are set by hand: no backward in a fork."""
     import torch
     from torch import nn
 
     dtype = getattr(torch, case.dtype)
+
+    def views(shapes: Iterable[tuple[int, ...]], flat: bool) -> list[torch.Tensor]:
+        """Tensors of these shapes: cut from one padded buffer, or each for itself."""
+        shapes = list(shapes)
+        buffer = torch.full((sum(map(math.prod, shapes)) + case.padding,), 0.01, dtype=dtype)
+        parts = torch.split(buffer[: -case.padding], [math.prod(shape) for shape in shapes])
+        found = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return found if flat else [view.clone() for view in found]
+
     model = nn.Module()
-    for name, shape in case.shapes().items():
-        model.register_parameter(name, nn.Parameter(torch.full(shape, 0.01, dtype=dtype)))
+    weights = views(case.shapes().values(), case.flat == "parameters")
+    for (name, (first, *rest)), weight in zip(case.shapes().items(), weights, strict=True):
+        if case.cut and name == "up":
+            weight = torch.full((2 * first, *rest), 0.01, dtype=dtype)[:first]
+        model.register_parameter(name, nn.Parameter(weight))
     if case.tied:
         model.register_parameter("head", model.get_parameter("embedding"))
     if case.buffer:
@@ -289,13 +365,15 @@ def _build(case: _Model) -> tuple[nn.Module, torch.optim.Optimizer]:
         model.get_parameter("embedding").requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = _optimizer(case.optimizer, trained)
-    flat = torch.ones(sum(p.numel() for p in trained), dtype=dtype)
-    start = 0
-    for p in trained:
-        view = flat[start : start + p.numel()].view_as(p)
-        p.grad = view if case.flat else view.clone()
-        start += p.numel()
+    gradients = views([tuple(p.shape) for p in trained], case.flat == "gradients")
+    for p, gradient in zip(trained, gradients, strict=True):
+        p.grad = gradient
     optimizer.step()
+    optimizer.step()
+    if case.flat == "optimizer_states":
+        moments = views([tuple(p.shape) for p in trained for _ in range(2)], True)
+        for p, mean, square in zip(trained, moments[::2], moments[1::2], strict=True):
+            optimizer.state[p].update(exp_avg=mean, exp_avg_sq=square)
     if case.freed:
         optimizer.zero_grad(set_to_none=True)
     return model, optimizer
@@ -306,9 +384,23 @@ def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimiz
 
     if name == "adafactor":
         return torch.optim.Adafactor(parameters)
+    if name == "history":
+        return _history(parameters)
     if name in ("sgd", "momentum"):
         return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "momentum" else 0, foreach=False)
     return torch.optim.Adam(parameters, amsgrad=name == "amsgrad", foreach=False)
+
+
+def _history(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer that remembers its last gradients in a list, as L-BFGS does."""
+    import torch
+
+    class History(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> Any:
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                self.state[p]["gradients"] = [*self.state[p].get("gradients", []), p.grad.clone()][-2:]
+
+    return History(parameters, {"lr": 1e-3})
 
 
 IMPLEMENTATIONS = ("foreach", "for-loop", "fused")
@@ -338,7 +430,7 @@ def _evidence_2_2(answer: Any, seed: int) -> Evidence:
     measure_states, step_peak = _two(answer, "2.2", "measure_states", "step_peak")
 
     # Built before the fork: the first optimizer step of a process imports for a second or two.
-    built = [_build(case) for group in _models_2_2(seed) for case in group]
+    built = [_build(case) for _, group in _models_2_2(seed) for case in group]
 
     def work() -> Evidence:
         measured = [_guarded(measure_states, model, optimizer) for model, optimizer in built]
@@ -357,8 +449,8 @@ def _evidence_2_2(answer: Any, seed: int) -> Evidence:
 def _score_2_2(evidence: Evidence) -> Score:
     tally = Tally()
     entries = iter(evidence["measured"])
-    for group in _models_2_2(evidence["seed"]):
-        _award(tally, 0.5, _first([_wrong_2_2(case, next(entries)) for case in group]))
+    for points, group in _models_2_2(evidence["seed"]):
+        _award(tally, points, _first([_wrong_2_2(case, next(entries)) for case in group]))
     peaks = iter(evidence["peaks"])
     for implementation in IMPLEMENTATIONS:
         answers = [(sizes, next(peaks)) for sizes in _sizes_2_2(evidence["seed"])]
@@ -371,31 +463,48 @@ def _wrong_2_2(case: _Model, entry: Any) -> str | None:
     if error := _error("measure_states", entry):
         return error
     value = _value(entry)
-    if type(value) is not dict or set(value) != set(STATES):
-        return f"measure_states: return a dict with the keys {', '.join(STATES)} (values in bytes)"
+    if wrong := _wrong_keys("measure_states", value):
+        return wrong
     for consumer, expected in case.expected().items():
-        if type(value[consumer]) is not int or value[consumer] != expected:
-            what = f"{case.label}: {consumer}"
-            return _wrong_count(what, value[consumer], expected, _hint_2_2(case, consumer))
+        said = value[consumer]
+        if type(said) is not int or said != expected:
+            hint = _hint_2_2(case, consumer, said, expected)
+            return _wrong_count("measure_states", f"{case.label}: {consumer}", said, expected, hint)
     return None
 
 
-def _hint_2_2(case: _Model, consumer: str) -> str:
+_KEPT_2_2 = {
+    "sgd": "plain SGD keeps nothing from one step to the next: optimizer.state is empty",
+    "momentum": "one momentum_buffer for each parameter",
+    "adam": "exp_avg, exp_avg_sq and step of each parameter that is trained",
+    "amsgrad": "exp_avg, exp_avg_sq, max_exp_avg_sq and step of each parameter: add up what is there",
+    "adafactor": "row_var and col_var of a matrix, variance of a bias, and step: add up what is there",
+    "history": "its tensors lie in a list: look inside, too (torch.utils._pytree.tree_leaves finds them all)",
+}
+
+
+def _hint_2_2(case: _Model, consumer: str, said: Any, expected: int) -> str:
+    if case.flat == consumer or (case.cut and consumer == "parameters"):
+        if said == case.viewed()[consumer]:
+            return "views keep their whole storage alive: add up t.untyped_storage().nbytes(), not t.nbytes"
+        if is_number(said) and said > expected:
+            return "several tensors lie in one storage: count each storage once, by its data_ptr()"
+        return "count storages, t.untyped_storage(): each once, in full"
     if consumer == "parameters":
         if case.tied:
             return "two names, one tensor: count each storage once"
         return "buffers count with the parameters, and each element has its own size in bytes"
     if consumer == "gradients":
-        if case.flat:
-            return "all gradients share one storage: count each storage once"
         if case.freed or case.frozen:
             return "a parameter without a gradient has p.grad None and holds nothing"
         return "p.grad of every parameter that has one"
+    if said == expected - 4 * len(case.trained()):
+        return "every tensor in optimizer.state counts, the `step` counters too"
     if case.frozen:
         return "look at what is in optimizer.state; a frozen parameter isn't there"
     if case.dtype == "bfloat16":
         return "states follow the dtype of their parameter, only `step` stays fp32"
-    return "every tensor in optimizer.state, the `step` counters included"
+    return _KEPT_2_2[case.optimizer]
 
 
 def _wrong_peak(sizes: Sequence[int], implementation: str, entry: Any) -> str | None:
@@ -416,6 +525,10 @@ def _wrong_peak(sizes: Sequence[int], implementation: str, entry: Any) -> str | 
         "most for the largest tensor",
         "fused": "one kernel reads and writes in place: no temporary at all",
     }[implementation]
+    if implementation == "for-loop" and close(value, states + 12 * max(sizes), 0.01):
+        hint = (
+            "what is left of the tensor before has that one's size, not this one's: count it or leave it out"
+        )
     if value < states * 0.99:
         hint = "weights, gradients and both moments are all alive while step() runs"
     return f"{name}: you said {format_bytes(round(value))}, it peaks at {format_bytes(expected)}: {hint}"
@@ -556,7 +669,10 @@ def _score_2_3(evidence: Evidence) -> Score:
     for names, hint in _GROUPS_2_3:
         wrong = _first(_wrong_2_3(name, dims[name], evidence["saved"][name], hint) for name in names)
         if names[0] == "add and scale" and not linear:  # a function that always returns 0 isn't right here
-            wrong = wrong or "add: 0 B is right, and counts once a Linear is right as well"
+            wrong = wrong or (
+                "add and scale: 0 B is right, and this point counts only when the Linear passes: a function "
+                "that always says 0 would earn it"
+            )
         earned = _award(tally, 0.5, wrong)
         linear = linear or (names[0] == "linear" and earned)
     if linear:
@@ -576,71 +692,138 @@ def _wrong_2_3(name: str, dims: tuple[int, int, int], entry: Any, hint: str) -> 
     if type(value) is int and value == expected:
         return None
     n, d, k = dims
-    return _wrong_count(f"{name}, n = {n}, d = {d}, k = {k}", value, expected, hint)
+    if name == "frozen linear":
+        hint = "no gradient of the weight is asked for, so the input isn't kept"
+    return _wrong_count("saved_bytes", f"{name}, n = {n}, d = {d}, k = {k}", value, expected, hint)
 
 
 # -- 2.4 act_bytes -----------------------------------------------------------------------------------------
 
 
-def block_activation_bytes(s: int, b: int, h: int, a: int, layers: int) -> int:
-    """Saved bytes of `layers` transformer blocks in 16 bit with dropout: s*b*h*(34 + 5*a*s/h) each.
+def block_activation_bytes(
+    s: int,
+    b: int,
+    h: int,
+    a: int,
+    layers: int,
+    ffn: int | None = None,
+    dropout: bool = True,
+    fused: bool = False,
+) -> int:
+    """Saved bytes of `layers` transformer blocks in 16 bit with an MLP of width `ffn` (None: 4h).
 
-    Eager attention; embeddings, logits and the loss not included (Korthikanti et al., arXiv:2205.05198).
+    With dropout and eager attention s*b*h*(34 + 5*a*s/h) each (Korthikanti et al., arXiv:2205.05198).
+    Statistics of the norms, embeddings, logits and the loss not included. Fused attention keeps one fp32
+    number per row and head in place of the scores, and no mask.
     """
-    return layers * (34 * s * b * h + 5 * a * b * s * s)
+    linear = s * b * ((18 if dropout else 16) * h + 4 * (4 * h if ffn is None else ffn))
+    scores = 4 * a * b * s if fused else (5 if dropout else 2) * a * b * s * s
+    return layers * (linear + scores)
 
 
-def _shapes_2_4(seed: int) -> list[tuple[int, int, int, int, int]]:
-    """Three configurations (s, b, h, a, L); `act_bytes` is asked at s, 2s and 4s."""
+#: (dropout, fused) of the four blocks that `act_bytes` is asked for, half a point each.
+_KINDS_2_4 = ((True, False), (False, False), (True, True), (False, True))
+
+
+def _shapes_2_4(seed: int) -> list[tuple[int, int, int, int, int, int]]:
+    """Three configurations (s, b, h, a, f, L); `act_bytes` is asked at s, 2s and 4s."""
     rng = _random("2.4", seed)
     shapes = []
     for _ in range(3):
         heads = rng.randrange(6, 40)
         h = heads * rng.choice((48, 80, 96, 112))
-        shapes.append((32 * rng.randrange(3, 30), rng.randrange(1, 20), h, heads, rng.randrange(4, 90)))
+        f = 16 * rng.randrange(h // 8, h // 3)
+        shapes.append(
+            (32 * rng.randrange(3, 30) + 1, rng.randrange(2, 20), h, heads, f, rng.randrange(4, 90))
+        )
     return shapes
 
 
 def _evidence_2_4(answer: Any, seed: int) -> Evidence:
     answers = [
-        [call(answer, factor * s, b, h, a, layers) for factor in (1, 2, 4)]
-        for s, b, h, a, layers in _shapes_2_4(seed)
+        [
+            [call(answer, factor * s, b, h, a, f, layers, dropout, fused) for factor in (1, 2, 4)]
+            for s, b, h, a, f, layers in _shapes_2_4(seed)
+        ]
+        for dropout, fused in _KINDS_2_4
     ]
     return {"seed": seed, "answers": answers}
 
 
 def _score_2_4(evidence: Evidence) -> Score:
     tally = Tally()
-    linear: list[str] = []
-    square: list[str] = []
-    for (s, b, h, a, layers), entries in zip(_shapes_2_4(evidence["seed"]), evidence["answers"], strict=True):
-        error = next((text for entry in entries if (text := _error("act_bytes", entry))), None)
-        values = [_value(entry) for entry in entries]
-        if error or not all(is_number(v) for v in values):
-            kind = _kind(next((v for v in values if not is_number(v)), None))
-            return Score(0, (error or f"act_bytes returned {kind}; return a number of bytes",))
-        right = [block_activation_bytes(f * s, b, h, a, layers) for f in (1, 2, 4)]
-        if unit := _unit_slip(values[0], right[0]):
-            return Score(0, (f"that is the right size in {unit}; return bytes",))
-        # values = A*f + B*f*f at f = 1, 2, 4; per element, A is what is linear in s, B/s what grows with it
-        square_part = (values[1] - 2 * values[0]) / 2
-        linear_part = values[0] - square_part
-        consistent = close(values[2], 4 * linear_part + 16 * square_part, 0.01)
-        element = s * b * h * layers
-        at = f"at s={s}, b={b}, h={h}, a={a}, L={layers}"
-        if not consistent or not close(linear_part, 34 * element, 0.01):
-            linear.append(
-                f"{at}: the part linear in s is {linear_part / element:.3g} B per element of (s, b, h) and "
-                "layer, a block keeps 34: go through its operators one by one"
-            )
-        if not consistent or not close(square_part, right[0] - 34 * element, 0.01):
-            square.append(
-                f"{at}: the part quadratic in s is {square_part / (layers * b * a * s * s):.3g} B per score, "
-                "a block keeps 5: which three tensors have the shape (b, a, s, s), and how wide are they?"
-            )
-    _award(tally, 1, _first(linear))
-    _award(tally, 1, _first(square))
+    shapes = _shapes_2_4(evidence["seed"])
+    for kind, answers in zip(_KINDS_2_4, evidence["answers"], strict=True):
+        wrong = (_wrong_2_4(shape, kind, entries) for shape, entries in zip(shapes, answers, strict=True))
+        _award(tally, 0.5, _first(wrong))
     return _score(tally)
+
+
+def _wrong_2_4(
+    shape: tuple[int, int, int, int, int, int], kind: tuple[bool, bool], entries: list[Any]
+) -> str | None:
+    """The first thing wrong with one kind of block, at s, 2s and 4s, or None."""
+    s, b, h, a, f, layers = shape
+    dropout, fused = kind
+
+    def right(factor: int, ffn: int = f, dropout: bool = dropout, fused: bool = fused) -> int:
+        return block_activation_bytes(factor * s, b, h, a, layers, ffn, dropout, fused)
+
+    if error := _first(_error("act_bytes", entry) for entry in entries):
+        return error
+    factors, values = (1, 2, 4), [_value(entry) for entry in entries]
+    if wrong := _first(_wrong_type("act_bytes", v, right(n)) for n, v in zip(factors, values, strict=True)):
+        if "float" in wrong:
+            wrong += " (s*b*h times 5*a*s/h is 5*a*b*s*s)"
+        return wrong
+
+    def said(what: Callable[[int], float]) -> bool:
+        return all(v == what(n) for n, v in zip(factors, values, strict=True))
+
+    norms = 16 * b * s * layers  # two norms, two fp32 numbers per token each
+    if said(right) or said(lambda n: right(n) + n * norms):
+        return None
+    name = f"{'eager' if not fused else 'fused'} attention, {'dropout' if dropout else 'no dropout'}"
+    at = f"{name}, s={s}, b={b}, h={h}, a={a}, f={f}, L={layers}"
+    if unit := _unit_slip(values[0], right(1)):
+        return f"act_bytes: that is the right size in {unit}; return bytes"
+    width = "act_bytes: the MLP is f wide, not always 4h: which rows have f?"
+    slips: tuple[tuple[Callable[[int], float], str], ...] = (
+        (lambda n: right(n) / layers, "act_bytes: that is one block: multiply by L"),
+        (lambda n: right(n) / b, "act_bytes: that is one sequence: multiply by b"),
+        (lambda n: 2 * right(n), "act_bytes: those are fp32's bytes; in 16 bit a number takes 2, a mask 1"),
+        (lambda n: right(n, dropout=not dropout), f"{name}: that is right for dropout={not dropout}"),
+        (lambda n: right(n, fused=not fused), f"{name}: that is right for fused={not fused}"),
+        *((lambda n, kind=kind: right(n, 4 * h, *kind), width) for kind in _KINDS_2_4),
+    )
+    for what, hint in slips:
+        if said(what):
+            return hint
+    # values = A*n + B*n*n at n = 1, 2, 4: A is what is linear in s, B what grows with its square
+    square = (values[1] - 2 * values[0]) / 2
+    linear = values[0] - square
+    element = s * b * h * layers
+    scores = 0 if fused else (5 if dropout else 2)
+    expected = (right(1) - scores * layers * b * a * s * s) / element
+    whole = (linear / element).is_integer() and abs(linear / element - expected) < 2
+    if whole or not close(values[2], 4 * linear + 16 * square, 1e-12):
+        return (
+            "act_bytes: does a // cut a fraction off? Multiply first: s*b*h times 5*a*s/h is 5*a*b*s*s, and "
+            "nothing is left to divide"
+        )
+    if not close(linear / element, expected, 1e-12):
+        statistic = " and one fp32 number per row and head" if fused else ""
+        return (
+            f"{at}: the part linear in s is {linear / element:.4g} B per element of (s, b, h) and block, "
+            f"it keeps {expected:.4g}: go through the rows of shape (b, s, h) and (b, s, f){statistic}"
+        )
+    asked = {
+        0: "a fused kernel stores none of the three tensors of shape (b, a, s, s)",
+        2: "without dropout there is no mask, and softmax's output is what the product with V keeps",
+        5: "which three tensors have the shape (b, a, s, s), and how wide are they?",
+    }[scores]
+    per_score = square / (layers * b * a * s * s)
+    return f"{at}: the part quadratic in s is {per_score:.3g} B per score, it keeps {scores}: {asked}"
 
 
 # -- 2.5 min_cards, train_days -----------------------------------------------------------------------------

@@ -34,14 +34,15 @@ def _states(**wrong: str) -> str:
 
 _MEASURE = """
 def measure_states(model, optimizer):
-    def total(tensors):
-        return sum({t: t.nbytes for t in tensors}.values())
+    def total(tree):
+        tensors = [t for t in torch.utils._pytree.tree_leaves(tree) if torch.is_tensor(t)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        return sum(storage.nbytes() for storage in storages.values())
 
-    states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     return {
         "parameters": total([*model.parameters(), *model.buffers()]),
         "gradients": total([p.grad for p in model.parameters() if p.grad is not None]),
-        "optimizer_states": total(states),
+        "optimizer_states": total(list(optimizer.state.values())),
     }
 
 
@@ -49,6 +50,18 @@ def step_peak(sizes, implementation):
     extra = {"foreach": sum(sizes), "for-loop": 2 * max(sizes), "fused": 0}[implementation]
     return 4 * (4 * sum(sizes) + extra)
 """
+
+_NAIVE = """
+def measure_states(model, optimizer):
+    states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    return {
+        "parameters": sum(t.nbytes for t in [*model.parameters(), *model.buffers()]),
+        "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+        "optimizer_states": sum(t.nbytes for t in states),
+    }
+
+
+def step_peak""" + _MEASURE.split("def step_peak")[1]
 
 _SAVED = """
 def saved_bytes(module, *inputs):
@@ -77,6 +90,20 @@ def train_days(parameters, tokens, cards, flops_per_second=140e12, recompute=Tru
 """
 
 
+def _act(**wrong: str) -> str:
+    right = {
+        "linear": "(18 if dropout else 16) * h + 4 * f",
+        "scores": "4 * a * b * s if fused else (5 if dropout else 2) * a * b * s * s",
+        "total": "L * (linear + scores)",
+    } | wrong
+    return f"""
+def act_bytes(s, b, h, a, f, L, dropout=True, fused=False):
+    linear = b * s * ({right["linear"]})
+    scores = {right["scores"]}
+    return {right["total"]}
+"""
+
+
 def _changed(source: str, old: str, new: str) -> str:
     assert old in source, old
     return source.replace(old, new)
@@ -85,15 +112,21 @@ def _changed(source: str, old: str, new: str) -> str:
 MUTANTS: dict[str, dict[str, str]] = {
     "2.1": {
         "autocast halves parameters and gradients": _states(weight='4 if precision == "fp32" else 2'),
+        "autocast halves everything": _states(
+            weight='4 if precision == "fp32" else 2',
+            moment='1 if optimizer == "adamw-8bit" else 2 if precision in ("bf16", "amp-bf16") else 4',
+        ),
+        "the master is a parameter": _states(
+            parameters="parameters * (weight + master)",
+            states="0 if offload else parameters * moments * moment",
+        ),
+        "a wrong key": _states().replace("optimizer_states", "optimizer"),
         "only one Adam moment": _states(adam="1"),
         "no master copy": _states(master="0"),
         "GB instead of bytes": _states(parameters="parameters * weight / 1e9"),
         "floats instead of ints": _states(states="float(parameters * (moments * moment + master))"),
-        "SGD keeps its gradients a second time": _states(momentum="2"),
         "moments are always fp32": _states(moment='1 if optimizer == "adamw-8bit" else 4'),
-        "8 bit means half a byte": _states(moment='2 if precision == "bf16" else 4'),
         "offloaded states are still counted": _states(states="parameters * (moments * moment + master)"),
-        "bf16-master holds fp32 weights": _states(weight='2 if precision == "bf16" else 4'),
         "one recipe for all": """
 def states(parameters, precision, optimizer, offload=False):
     return {"parameters": 4 * parameters, "gradients": 4 * parameters, "optimizer_states": 8 * parameters}
@@ -112,37 +145,40 @@ def states(parameters, precision, optimizer, offload=False):
 """,
     },
     "2.2": {
-        "4 B per element, whatever the dtype": _changed(_MEASURE, "t.nbytes for", "4 * t.numel() for"),
-        "forgets the buffers": _changed(
-            _MEASURE, "[*model.parameters(), *model.buffers()]", "model.parameters()"
-        ),
-        "a tied tensor counted twice": _changed(
+        "the naive sum over tensors": _NAIVE,
+        "each view counted, storages not in full": _changed(
             _MEASURE,
-            "total([*model.parameters(), *model.buffers()])",
-            "sum(t.nbytes for t in model.state_dict().values())",
+            "sum(storage.nbytes() for storage in storages.values())",
+            "sum(t.nbytes for t in tensors)",
         ),
         "a shared storage counted for each view": _changed(
-            _MEASURE, "t: t.nbytes for", "t: t.untyped_storage().nbytes() for"
+            _MEASURE,
+            "sum(storage.nbytes() for storage in storages.values())",
+            "sum(t.untyped_storage().nbytes() for t in {id(t): t for t in tensors}.values())",
         ),
-        "gradients assumed, not measured": _changed(
-            _MEASURE, "[p.grad for p in model.parameters() if p.grad is not None]", "model.parameters()"
+        "the list in the state overlooked": _changed(
+            _MEASURE,
+            "list(optimizer.state.values())",
+            "[t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]",
+        ),
+        "4 B per element, whatever the dtype": _changed(
+            _MEASURE, "t.untyped_storage() for t", "(t.element_size(), t.untyped_storage()) for t"
+        ).replace("storage.nbytes() for storage in", "4 * (storage.nbytes() // size) for size, storage in"),
+        "forgets the buffers": _changed(
+            _MEASURE, "[*model.parameters(), *model.buffers()]", "list(model.parameters())"
         ),
         "two moments assumed, not measured": _changed(
-            _MEASURE, "total(states)", "2 * sum(p.nbytes for p in model.parameters())"
+            _MEASURE, "total(list(optimizer.state.values()))", "2 * sum(p.nbytes for p in model.parameters())"
         ),
-        "only exp_avg": _changed(
-            _MEASURE,
-            "for t in state.values() if torch.is_tensor(t)",
-            'for k, t in state.items() if k in ("exp_avg", "momentum_buffer")',
+        "the step counters left out": _changed(
+            _MEASURE, "if torch.is_tensor(t)]", "if torch.is_tensor(t) and t.dim()]"
         ),
         "a step needs no temporaries": _changed(_MEASURE, "4 * sum(sizes) + extra", "4 * sum(sizes)"),
         "foreach works tensor by tensor": _changed(
             _MEASURE, '"foreach": sum(sizes)', '"foreach": 2 * max(sizes)'
         ),
         "the loop keeps one temporary": _changed(_MEASURE, "2 * max(sizes)", "max(sizes)"),
-        "gradients not alive in the step": _changed(
-            _MEASURE, "4 * sum(sizes) + extra", "3 * sum(sizes) + extra"
-        ),
+        "the loop keeps three of the largest": _changed(_MEASURE, "2 * max(sizes)", "3 * max(sizes)"),
         "the peak in GiB": _changed(
             _MEASURE, "4 * (4 * sum(sizes) + extra)", "4 * (4 * sum(sizes) + extra) / 2**30"
         ),
@@ -174,6 +210,10 @@ def states(parameters, precision, optimizer, offload=False):
 def saved_bytes(module, *inputs):
     return sum(t.nbytes for t in (*inputs, module(*inputs)))
 """,
+        "the input, frozen or not": """
+def saved_bytes(module, *inputs):
+    return sum(x.nbytes for x in inputs)
+""",
         "KiB instead of bytes": _changed(_SAVED, "sum(found.values())", "sum(found.values()) / 1024"),
         "always nothing": """
 def saved_bytes(module, *inputs):
@@ -182,32 +222,29 @@ def saved_bytes(module, *inputs):
     },
     "2.4": {
         "the article's formula: one 16-bit tensor per layer": """
-def act_bytes(s, b, h, a, L):
+def act_bytes(s, b, h, a, f, L, dropout=True, fused=False):
     return L * s * b * h * 2
 """,
-        "no scores": """
-def act_bytes(s, b, h, a, L):
-    return L * s * b * h * 34
-""",
-        "scores without their dropout": """
-def act_bytes(s, b, h, a, L):
-    return L * (34 * s * b * h + 2 * a * b * s * s)
-""",
-        "GB instead of bytes": """
-def act_bytes(s, b, h, a, L):
-    return L * s * b * h * (34 + 5 * a * s / h) / 1e9
-""",
-        "fp32": """
-def act_bytes(s, b, h, a, L):
-    return 2 * L * s * b * h * (34 + 5 * a * s / h)
-""",
-        "scores of one head": """
-def act_bytes(s, b, h, a, L):
-    return L * s * b * h * (34 + 5 * s / h)
-""",
-        "one layer": """
-def act_bytes(s, b, h, a, L):
-    return s * b * h * (34 + 5 * a * s / h)
+        "the formula of the text, whatever is asked": _act(linear="34 * h", scores="5 * a * b * s * s"),
+        "no scores": _act(scores="0"),
+        "without dropout only the mask goes": _act(
+            scores="4 * a * b * s if fused else (5 if dropout else 4) * a * b * s * s"
+        ),
+        "without dropout the scores are the same": _act(
+            scores="4 * a * b * s if fused else 5 * a * b * s * s"
+        ),
+        "fused keeps a mask": _act(
+            scores="a * b * s * (4 + s * dropout) if fused else (5 if dropout else 2) * a * b * s * s"
+        ),
+        "fused without its statistic": _act(scores="0 if fused else (5 if dropout else 2) * a * b * s * s"),
+        "the MLP is always 4h": _act(linear="(18 if dropout else 16) * h + 16 * h"),
+        "GB instead of bytes": _act(total="L * (linear + scores) / 1e9"),
+        "scores of one head": _act(scores="4 * b * s if fused else (5 if dropout else 2) * b * s * s"),
+        "one layer": _act(total="linear + scores"),
+        "a fraction cut off": """
+def act_bytes(s, b, h, a, f, L, dropout=True, fused=False):
+    scores = 4 * a // h if fused else (5 if dropout else 2) * a * s // h
+    return L * s * b * h * ((18 if dropout else 16) + 4 * f // h + scores)
 """,
     },
     "2.5": {
