@@ -69,6 +69,11 @@ class Op:
     casts: list[Store] = field(default_factory=list)
     linear: bool = False
 
+    @property
+    def computes(self) -> bool:
+        """Must it run to give what it saves? Its statistics, yes; its input was there before."""
+        return len(self.made) > 1 and any(x.store in self.saves for x in self.ins)
+
 
 @dataclass(slots=True, eq=False)
 class Unit:
@@ -134,9 +139,9 @@ class Tape:
         """Constants of a block, without a gradient."""
         self.ops.append(Op(self.where + name, [], [], [], stores, []))
 
-    def keep(self, x: Value) -> None:
-        """The last operation's result replaces the variable that holds `x`: `x` lives till then."""
-        self.ops[-1].ins.append(x)
+    def keep(self, *held: Value) -> None:
+        """Variables of the model hold these until the last operation is done."""
+        self.ops[-1].ins.extend(held)
 
     def unit(self, label: str, entry: Value | None, exit: Value, **rest: Any) -> Unit:
         ops, self.ops = self.ops, []
@@ -290,6 +295,7 @@ class Tape:
             x = self.op("masked scores", [x], scores, dtype, saves=[causal])
         if self.cuda and self.recipe.autocast:
             x = self.cast(x, "fp32", "scores in fp32")
+        before_softmax, keys = x, k
         # CUDA's softmax backward multiplies gradient and result first (aten/native/cuda/SoftMax.cu)
         back = math.prod(scores) * DTYPE_BYTES[x.dtype] if self.cuda else 0
         why_softmax = "softmax: its backward needs its result"
@@ -298,6 +304,7 @@ class Tape:
         x = self.cast(x, dtype, f"attention weights in {dtype}")
         v = self._per_head(v, "values", repeated)
         x = self.op("attn output per head", [x, v], shape, dtype, saves=[x, v], why=why)
+        self.keep(before_softmax, *([keys] if repeated else []))
         return self.copy(x, "attn output")
 
     def _math(self, q: Value, k: Value, v: Value, scores: tuple[int, ...]) -> Value:
@@ -449,48 +456,64 @@ class Program:
         )
 
     def _mlp(self, x: Value, h: int) -> Value:
-        tape = self.tape
+        tape, entry = self.tape, x
         x = tape.linear(x, self.ffn, "mlp.up")
         x = tape.op("gelu", [x], x.shape, x.dtype, saves=[x], why="gelu: its backward needs its input")
-        return tape.linear(x, h, "mlp.down")
+        x = tape.linear(x, h, "mlp.down")
+        tape.keep(entry)
+        return x
 
     def _gpt2(self, c: TransformerConfig, x: Value, angles: object) -> Value:
         tape = self.tape
-        y = tape.linear(tape.layernorm(x, "norm1"), 3 * self.width, "attn.qkv")
+        entry = tape.layernorm(x, "norm1")
+        y = tape.linear(entry, 3 * self.width, "attn.qkv")
         q, k, v = tape.split(y, 3, "queries, keys, values")
         y = tape.linear(tape.attention(q, k, v, self.heads, self.mask), c.hidden, "attn.out")
+        tape.keep(entry, q, k, v)
+        block = x
         x = tape.add(x, tape.dropout(y, "attn.out"), "residual 1")
         y = tape.dropout(self._mlp(tape.layernorm(x, "norm2"), c.hidden), "mlp.down")
-        return tape.add(x, y, "residual 2")
+        x = tape.add(x, y, "residual 2")
+        tape.keep(block)
+        return x
 
     def _bert(self, c: TransformerConfig, x: Value, angles: object) -> Value:
         tape = self.tape
         q, k, v = (tape.linear(x, self.width, f"attn.{name}") for name in ("query", "key", "value"))
         y = tape.linear(tape.attention(q, k, v, self.heads, None), c.hidden, "attn.out")
-        x = tape.layernorm(tape.add(x, tape.dropout(y, "attn.out"), "residual 1"), "norm1")
+        tape.keep(q, k, v)
+        y = tape.layernorm(tape.add(x, tape.dropout(y, "attn.out"), "residual 1"), "norm1")
+        block, x = x, y
         y = tape.dropout(self._mlp(x, c.hidden), "mlp.down")
-        return tape.layernorm(tape.add(x, y, "residual 2"), "norm2")
+        y = tape.layernorm(tape.add(x, y, "residual 2"), "norm2")
+        tape.keep(block, x)
+        return y
 
     def _llama(self, c: TransformerConfig, x: Value, angles: Sequence[Store]) -> Value:
         tape = self.tape
-        y = tape.rmsnorm(x, "norm1")
-        q = tape.linear(y, self.width, "attn.query", c.qkv_bias)
-        k, v = (tape.linear(y, self.kv_width, f"attn.{name}", c.qkv_bias) for name in ("key", "value"))
+        entry = tape.rmsnorm(x, "norm1")
+        q = tape.linear(entry, self.width, "attn.query", c.qkv_bias)
+        k, v = (tape.linear(entry, self.kv_width, f"attn.{name}", c.qkv_bias) for name in ("key", "value"))
         if q.dtype != "fp32":
             angles = [tape.store(f"{angle.name} in {q.dtype}", angle.shape, q.dtype) for angle in angles]
             tape.make(angles, "rotary angles")
         q, k = self._rotate(q, angles, "queries"), self._rotate(k, angles, "keys")
         y = tape.linear(tape.attention(q, k, v, self.heads, self.mask), c.hidden, "attn.out", bias=False)
+        tape.keep(entry, q, k, v)
+        block = x
         x = tape.add(x, y, "residual 1")
-        y = tape.rmsnorm(x, "norm2")
-        gate = tape.linear(y, self.ffn, "mlp.gate", bias=False)
-        gate = tape.op(
-            "silu", [gate], gate.shape, gate.dtype, saves=[gate], why="silu: its backward needs its input"
-        )
-        up = tape.linear(y, self.ffn, "mlp.up", bias=False)
+        entry = tape.rmsnorm(x, "norm2")
+        gate = tape.linear(entry, self.ffn, "mlp.gate", bias=False)
+        why = "silu: its backward needs its input"
+        gate = tape.op("silu", [gate], gate.shape, gate.dtype, saves=[gate], why=why)
+        up = tape.linear(entry, self.ffn, "mlp.up", bias=False)
         why = "product: each factor's gradient needs the other"
         y = tape.op("silu(gate) * up", [gate, up], up.shape, up.dtype, saves=[gate, up], why=why)
-        return tape.add(x, tape.linear(y, c.hidden, "mlp.down", bias=False), "residual 2")
+        y = tape.linear(y, c.hidden, "mlp.down", bias=False)
+        tape.keep(entry)
+        x = tape.add(x, y, "residual 2")
+        tape.keep(block)
+        return x
 
     def _rotate(self, x: Value, angles: Sequence[Store], name: str) -> Value:
         tape = self.tape

@@ -77,6 +77,7 @@ class Walk:
         self.root = 0  # whole weights outside the blocks, where weights are streamed
         self.cached: list[Store] = []  # autocast's copies of the weights, and those of the equal units
         self.cached_extra = 0
+        self.left: list[Store] = []  # outputs that selective checkpointing kept in vain
         self.pending: dict[object, Gradient] = {}  # value -> its gradient
         self.tied = 0  # the head's gradient of a tied embedding, until the embedding's own is added
         self.whole: list[tuple[int, int]] = []  # (bytes, values) of gradients not scattered or moved out yet
@@ -84,6 +85,7 @@ class Walk:
         self.streams = streams(recipe)
         self.scatters = recipe.zero_stage >= 2 or recipe.offloaded("gradients") is not None
         self.have_gradients = not recipe.set_to_none
+        self.states: dict[tuple[int, ...], list[StateTensor]] = {}  # by the shape of what is updated
         self.gradient_size = DTYPE_BYTES[recipe.gradient_dtype]
 
     # what is alive
@@ -219,9 +221,18 @@ class Walk:
     def _run(self, unit: Unit, i: int, again: bool = False) -> None:
         """A unit's forward. `again`: recomputed in backward, up to the last operation that saves."""
         save = again or not unit.checkpointed
-        ops = unit.ops
+        ops: list[Op] = unit.ops
+        waiting: list[Store] = []
+        stop: Op | None = None
         if again:
-            ops = ops[: 1 + max(n for n, op in enumerate(ops) if op.saves)]
+            last = max(n for n, op in enumerate(ops) if op.saves)
+            stop = ops[last]
+            # what the operations left out would have read is in the model's variables until it stops
+            made = {id(store) for op in ops[:last] for store in op.made}
+            waiting = [x.store for op in ops[last + 1 :] for x in op.ins if id(x.store) in made]
+            ops = ops[: last + 1]
+            for store in waiting:
+                store.refs += 1
         else:
             unit.exit.store.refs += 1  # for the unit that follows, or the script's variable
             if unit.exit.store is self.program.logits:
@@ -232,7 +243,9 @@ class Walk:
                 x.store.refs += 1
             for store in op.made if not op.outs else ():
                 store.refs += 1  # constants: until the unit ends
-        saved_here = {id(store) for op in ops for store in op.saves}
+        stay = {id(store) for op in ops for store in op.saves} if save else set()
+        if again:
+            stay |= {id(store) for store in waiting} | {id(x.store) for x in ops[-1].ins}
         for op in ops:
             self.now = f"recomputing {op.name}" if again else op.name
             kept = op.linear and unit.checkpointed and self.recipe.checkpointing == "selective"
@@ -240,8 +253,11 @@ class Walk:
                 store.refs += 1
                 self.cached.append(store)
                 self.hold(store, "activations" if save and store in op.saves else "temporaries")
-            for store in () if again and kept else op.made:
-                stays = kept or (save and id(store) in saved_here)
+            made_now = [] if again and kept else op.made
+            if op is stop and not op.computes:  # recomputation stops as its last saved tensor is there
+                made_now = [store for store in made_now if store in op.saves]
+            for store in made_now:
+                stays = kept or id(store) in stay
                 if store is unit.exit.store and not again:
                     stays = stays or store.saved or follows
                 self.hold(store, "activations" if stays else "temporaries")
@@ -249,16 +265,25 @@ class Walk:
             if save:
                 for store in op.saves:
                     store.refs += 1
-            for store in op.made:
-                if kept:
-                    store.refs += -1 if again else 1
+            if kept and not again:
+                for store in op.made:
+                    store.refs += 1
+            for store in made_now:
                 if store.refs == 0:
                     self.give(store.consumer, store.bytes)
+            if kept and again:
+                for store in op.made:
+                    if op is stop:
+                        self.left.append(store)  # nobody takes it out of the cache
+                    else:
+                        self.release(store)
             for x in op.ins:
                 self.release(x.store)
         for op in ops:
             for store in op.made if not op.outs else ():
                 self.release(store)
+        for store in waiting:
+            self.release(store)
 
     def _end_autocast(self) -> None:
         for store in self.cached:
@@ -329,8 +354,9 @@ class Walk:
             if n % (len(unit.ops) // unit.blocks) == 0:
                 self._scatter()
         if unit.checkpointed:
-            for store in self._inputs(unit):
+            for store in (*self._inputs(unit), *self.left):
                 self.release(store)
+            self.left.clear()
 
     def _back_op(self, op: Op) -> None:
         incoming = [self.pending.pop(out.key) for out in op.outs if out.key in self.pending]
@@ -360,7 +386,7 @@ class Walk:
         for x, gradient in made:
             self._deliver(x, gradient)
         for name, count in params:
-            self._accumulate(op, name, count, lasting)
+            self._accumulate(op, name, count)
 
     def _gradient(self, size: int) -> Gradient:
         self.take("temporaries", size)
@@ -381,28 +407,25 @@ class Walk:
         else:
             self.pending[x.key] = gradient
 
-    def _accumulate(self, op: Op, name: str, count: int, lasting: bool) -> None:
+    def _accumulate(self, op: Op, name: str, count: int) -> None:
         """A weight's gradient goes to `.grad`: as it is, cast to fp32, added, or on its way out."""
-        size, final = count * DTYPE_BYTES[op.param_dtype], count * self.gradient_size
-        if self.scatters:
-            self.whole.append((size, count))
-            return
-        if (
-            not lasting and op.param_dtype != self.recipe.gradient_dtype
-        ):  # autocast: the copy's, then the weight's
-            self.take("temporaries" if self.have_gradients or self._shared(name) else "gradients", final)
+        size = count * DTYPE_BYTES[op.param_dtype]
+        stays = "temporaries" if self.have_gradients or self.scatters else "gradients"
+        if not self.scatters and op.param_dtype != self.recipe.gradient_dtype:  # autocast: first the copy's
+            final = count * self.gradient_size
+            self.take("temporaries" if self._shared(name) else stays, final)
             self.give("temporaries", size)
             size = final
         if self._shared(name):
             if not self.tied:
                 self.tied = size  # the head's gradient waits for the embedding's
                 return
-            self.take(
-                "temporaries" if self.have_gradients else "gradients", size
-            )  # their sum is a third tensor
+            self.take(stays, size)  # their sum is a third tensor
             self.give("temporaries", size + self.tied)
             self.tied = 0
-        if self.have_gradients:
+        if self.scatters:
+            self.whole.append((size, count))
+        elif self.have_gradients:
             self.give("temporaries", size)
 
     def _shared(self, name: str) -> bool:
@@ -427,13 +450,15 @@ class Walk:
 
     def _states(self, spec: ParameterSpec) -> list[StateTensor]:
         """What one GPU keeps for a parameter."""
-        states = list(self.recipe.state_tensors(self._shard(spec)))
-        counted = (
-            self.recipe.optimizer in ("adam", "adamw", "adafactor") and self.recipe.optimizer_impl != "fused"
-        )
-        if counted and self.device == "cpu":  # torch keeps step counters in CPU memory
-            states.append(StateTensor("step", (), "fp32"))
-        return states
+        shape = self._shard(spec)
+        if shape not in self.states:
+            states = list(self.recipe.state_tensors(shape))
+            counted = self.recipe.optimizer in ("adam", "adamw", "adafactor")
+            # torch keeps step counters in CPU memory, unless the update is fused
+            if counted and self.device == "cpu" and self.recipe.optimizer_impl != "fused":
+                states.append(StateTensor("step", (), "fp32"))
+            self.states[shape] = states
+        return self.states[shape]
 
     def _shard(self, spec: ParameterSpec) -> tuple[int, ...]:
         """The part of a parameter that this GPU updates: a flat run of values; whole rows for Adafactor."""
@@ -478,7 +503,7 @@ class Walk:
                         means = now // shape[-1] + now // shape[-2]
                     worst = max(worst, before + means + now * (1 if len(shape) > 1 else 2))
                     before = now
-                why = "row times column statistics, the last parameter's and this one's; means of its squares"
+                why = "row times column statistics (the last parameter, this one), and means"
                 add(name, worst, why)
         elif r.optimizer == "adamw-8bit":
             large = max((n for n in counts if n >= MIN_8BIT), default=0)
@@ -492,7 +517,7 @@ class Walk:
     # what there is, by name
 
     def tensors(self) -> Iterator[Tensor]:
-        """What the step keeps on the GPU, equal tensors of all blocks together, and what the update needs beside."""
+        """What the step keeps on the GPU, equal tensors of all blocks together; the update's temporaries."""
         r = self.recipe
         always = PHASES
         later = PHASES[1:] if r.set_to_none and r.accumulation == 1 else PHASES
