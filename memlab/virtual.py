@@ -306,12 +306,18 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
             TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
     def _valueless(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """An optimizer reads its step counter; whatever else reads a value is refused with its line."""
+        """An optimizer reads its step counter, torch.nn.init whether a draw is out of range.
+
+        Neither decides a size. Whatever else reads a value is refused with its line.
+        """
         try:
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            if self._optimizing and func is torch.ops.aten._local_scalar_dense.default:
-                return 1.0
+            if func is torch.ops.aten._local_scalar_dense.default:
+                if self._optimizing:
+                    return 1.0
+                if _called_from(_INIT):
+                    return args[0].dtype.is_floating_point and 0.0  # "is any value out of range": no
             raise DataDependentError(func, self._users_line()) from error
 
     def _users_line(self) -> str:
@@ -471,6 +477,18 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
 
 
 _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_INIT = str(Path(torch.nn.init.__file__))
+
+
+def _called_from(path: str) -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == path:
+            return True
+        frame = frame.f_back
+    return False
+
+
 _NOT_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
 
 

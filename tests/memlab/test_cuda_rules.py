@@ -504,3 +504,8 @@ def test_out_of_memory_names_the_layer_in_pytorchs_words() -> None:
     assert "reserved by PyTorch but unallocated" in text
     assert "Allocation: aten.addmm in 0 (forward)" in text
     gpu.trace.validate()
+
+
+def test_initialisers_may_look_at_their_draws() -> None:
+    with VirtualGPU("T4"):
+        assert nn.init.trunc_normal_(torch.empty(8, 8)).shape == (8, 8)
