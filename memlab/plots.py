@@ -160,6 +160,47 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
     return figure
 
 
+def timelines(traces: Mapping[str, Trace], title: str) -> Figure:
+    """Several steps side by side on one scale of bytes: what shrinks from one to the next and what doesn't.
+
+    Each label -> trace is drawn as `timeline` draws it. Raises ValueError for no trace, more than three, or
+    an empty one.
+    """
+    if not 0 < len(traces) <= 3 or not all(len(trace) for trace in traces.values()):
+        raise ValueError(f"timelines() draws 1 to 3 traces that hold events, not {len(traces)}")
+    scale, unit = _unit(max(trace.peak_bytes for trace in traces.values()))
+    told = []
+    with _figure(7, 4) as figure:
+        axes = figure.subplots(1, len(traces), sharey=True, squeeze=False)[0]
+        for ax, (label, trace) in zip(axes, traces.items(), strict=True):
+            line = trace.timeline(_POINTS if len(trace) > 2 * _POINTS else None)
+            x = np.asarray(line.events)
+            first = min(trace.before, len(trace) - 1)
+            step = slice(min(int(np.searchsorted(x, first)), len(x) - 1), None)
+            edges = np.append(x[step] - first, len(trace) - first)
+            base = np.zeros(len(edges))
+            for name in units.CONSUMERS:
+                values = np.asarray(line.consumers[name])[step] / scale
+                top = base + np.append(values, values[-1])
+                ax.fill_between(edges, base, top, step="post", color=COLOURS[name], linewidth=0)
+                base = top
+            ax.step(edges, base, where="post", color=INK, linewidth=0.7)
+            ax.set_xlim(0, len(trace) - first)
+            ax.set_xticks([])
+            peak = units.format_bytes(trace.peak_bytes)
+            ax.set_title(f"{label}\npeak {peak}", fontsize=10.5)
+            ax.grid(axis="y")
+            told.append(
+                f"{label}: peak {peak} in {phase(trace.peak_phase)}, {_listed(trace.consumers_at_peak())}."
+            )
+        axes[0].set_ylim(bottom=0)
+        axes[len(axes) // 2].set_xlabel("allocations and frees of the step, in order")
+        _finish(axes[0], title, None, f"live tensors ({unit})")
+        _legend(figure)
+        figure.memlab_alt = f"{title}. Live memory of one step each, stacked by consumer. {' '.join(told)}"
+    return figure
+
+
 def consumers(
     bars: Mapping[str, Footprint | Trace | Mapping[str, int]],
     capacity: int | None = None,

@@ -430,3 +430,101 @@ def _segments_view(now: Choices, before: Choices | None = None) -> View:
     )
     header = ("blocks a segment", "activations at most", "peak of the step", "in", "arithmetic")
     return View(finding, header, tuple(rows), note, figure)
+
+
+# -- chapter 5: the largest micro-batch ---
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def micro_batches(model: str = "gpt2", gpu: str = "RTX-4090", batch: int = 256) -> Explorer:
+    """The largest micro-batch of `model` that fits on `gpu`, and how often to accumulate it, by closed forms.
+
+    batch: samples for one optimizer step. Raises ValueError for a model or a card that isn't known.
+    """
+    config, card = models.model(model), hardware.gpu(gpu)
+    lengths = ((_OWN_SEQUENCE, None), *((f"{n:,} tokens", n) for n in (128, 512, 1024, 2048, 4096)))
+    controls = [
+        Control("model", "Model", _names(tuple(models.MODELS))),
+        Control("gpu", "Card", _names(tuple(hardware.GPUS))),
+        Control("batch", "Batch", tuple((str(n), n) for n in sorted({32, 64, 256, 1024, batch}))),
+        Control("sequence", "Sequence", lengths),
+        Control("precision", "Precision", _names(recipe.PRECISIONS)),
+        Control("attention", "Attention", _names(recipe.ATTENTION)),
+        Control("checkpointing", "Checkpointing", _names(("none", "selective", "full"))),
+    ]
+    start = {
+        "model": config.name,
+        "gpu": card.name,
+        "batch": batch,
+        "sequence": None,
+        "precision": "fp32",
+        "attention": "eager",
+        "checkpointing": "none",
+    }
+
+    def show(now: Choices, before: Choices | None = None) -> View:
+        return _micro_batch_view(now, before, controls)
+
+    return Explorer(show, controls, start)
+
+
+def _micro_batch_peak(now: Choices, micro_batch: int, accumulation: int = 2) -> int:
+    """Two micro-batches are enough: from the second on, the gradients are there in the forward."""
+    steps = recipe.Recipe(
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        **{key: now[key] for key in ("sequence", "precision", "attention", "checkpointing")},
+    )
+    return footprint.footprint(now["model"], steps, now["gpu"]).peak_bytes
+
+
+def _largest_micro_batch(now: Choices) -> int:
+    """Samples; 0 if not one fits. A whole batch at once needs no gradients in its forward."""
+    capacity = hardware.gpu(now["gpu"]).memory_bytes
+    if _micro_batch_peak(now, now["batch"], 1) <= capacity:
+        return int(now["batch"])
+    low, high = 0, now["batch"]  # low fits, high doesn't: memory grows with the micro-batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _micro_batch_peak(now, middle) <= capacity else (low, middle)
+    return int(low)
+
+
+def _micro_batch_view(now: Choices, before: Choices | None, controls: Sequence[Control]) -> View:
+    card, batch = hardware.gpu(now["gpu"]), now["batch"]
+    largest = _largest_micro_batch(now)
+    sizes = [n for n in _MICRO_BATCHES if n <= batch]
+    peaks = [_micro_batch_peak(now, n, 1 if n == batch else 2) for n in sizes]
+    rows = []
+    for n, peak in zip(sizes, peaks, strict=True):
+        room = card.memory_bytes - peak
+        fits = "fits" if room >= 0 else f"{units.format_bytes(-room)} too much"
+        rows.append((f"{n}", units.format_bytes(peak), f"{-(-batch // n)}", fits))
+    finding = f"{now['model']} on {card.name}: not even one sample fits"
+    if largest:
+        times = -(-batch // largest)
+        takes = "fits at once" if times == 1 else f"takes {times} micro-batches"
+        finding = f"{now['model']} on {card.name}: {largest} samples fit, a batch of {batch} {takes}"
+    if before is not None:
+        changes = ", ".join(
+            f"{control.label} {_shown(control, before)} → {_shown(control, now)}"
+            for control in controls
+            if before[control.key] != now[control.key]
+        )
+        note = f"{changes or 'No change'}: from {_largest_micro_batch(before)} samples to {largest}. "
+    else:
+        note = ""
+    note += "Live tensors of one step, gradients kept between micro-batches; cache and context come on top."
+    figure = plots.curves(
+        {"peak of the step": (sizes, peaks)},
+        finding,
+        "micro-batch (samples)",
+        "live tensors at the peak",
+        in_bytes=True,
+        log_x=2,
+        budget=card.memory_bytes,
+    )
+    return View(
+        finding, ("micro-batch", "peak", "micro-batches a step", "on the card"), tuple(rows), note, figure
+    )

@@ -352,3 +352,12 @@ def test_curves_say_what_they_show_and_differ_without_colour():
     assert ax.get_ylabel() == "kept (MiB)"
     assert "plain: from 1.00 MiB at 1 to 8.00 MiB at 8" in figure.memlab_alt
     assert len({line.get_linestyle() for line in ax.lines}) == 2
+
+
+def test_timelines_share_one_scale_and_refuse_what_they_cannot_draw():
+    figure = plots.timelines({"large": step(8), "small": step(2)}, "One is larger")
+    tops = [ax.get_ylim() for ax in figure.axes]
+    assert tops[0] == tops[1] and "large: peak" in figure.memlab_alt and "small: peak" in figure.memlab_alt
+    for traces in ({}, dict.fromkeys("abcd", step()), {"empty": Trace()}):
+        with pytest.raises(ValueError, match="timelines"):
+            plots.timelines(traces, "nothing")

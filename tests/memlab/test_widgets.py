@@ -12,6 +12,7 @@ EXPLORERS = {
     "memory_levels": lambda: widgets.memory_levels(),
     "four_consumers": lambda: widgets.four_consumers(),
     "checkpoint_segments": lambda: widgets.checkpoint_segments(),
+    "micro_batches": lambda: widgets.micro_batches(),
 }
 
 
@@ -177,3 +178,12 @@ def test_checkpoint_segments_agree_with_the_footprint():
 def test_checkpoint_segments_refuses_a_convnet():
     with pytest.raises(ValueError, match="equal blocks"):
         widgets.checkpoint_segments("resnet50")
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not():
+    now = {**widgets.micro_batches().start, "sequence": 128}
+    largest = widgets._largest_micro_batch(now)
+    capacity = hardware.gpu(now["gpu"]).memory_bytes
+    assert 1 < largest < now["batch"]
+    assert widgets._micro_batch_peak(now, largest) <= capacity < widgets._micro_batch_peak(now, largest + 1)
+    assert widgets._largest_micro_batch({**now, "model": "llama2-70b"}) == 0
