@@ -66,7 +66,8 @@ def add_lora(net: Any, rank: int = 16) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.base(x)
-            return y + self.up(self.down(x))
+            y = y + self.up(self.down(x))
+            return y
 
     net.requires_grad_(False)
     for block in net.blocks:
@@ -218,8 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         each = format_bytes(item["bytes"] // item["blocks"])
         say(f"  {item['blocks']:>5} x {each:>11}  {item['consumer']:<17} {item['what']}")
     say(
-        f"\nthe ways, by {card.name}'s rules and its {format_gb(card.memory_bytes)}; 'just' depends on the CUDA"
-        f" context, {format_gb(CONTEXT[0])} to {format_gb(CONTEXT[1])}; no NCCL buffers"
+        f"\nthe ways, by {card.name}'s rules and its {format_gb(card.memory_bytes)}; 'just' depends on the"
+        f" CUDA context, {format_gb(CONTEXT[0])} to {format_gb(CONTEXT[1])}; no NCCL buffers"
     )
     say(f"  {'':<54}{'B/param':>20}{'cards':>7}{'peak':>12}{'reserved':>12}{'host':>12}  fits")
     ways = []

@@ -21,6 +21,8 @@ What a recipe's fields stand for here:
   shard beside the whole parameters.
 * precision bf16-master with zero_stage 2 or 3: fp32 shards and a MixedPrecisionPolicy that gathers and
   computes in bf16. The fp32 shard is the master copy and counts as parameter; gradients are kept in fp32.
+* optimizer adafactor and adamw-8bit: work on each rank's shard as on a tensor of its own, since DTensor lacks
+  some of their operators.
 * offload parameters: CPUOffloadPolicy, which keeps gradients and optimizer states on the host too. offload
   optimizer_states: an fp32 copy of the parameters and the states stay on the host, which steps, as in
   ZeRO-Offload (Ren et al., arXiv:2101.06840). offload gradients: they go there as soon as they are reduced.
@@ -52,7 +54,7 @@ from memlab.meter import GRADIENTS, Meter, _local, _tensors
 from memlab.models import ConvConfig, TransformerConfig
 from memlab.nets import DTYPES, Net, build
 from memlab.recipe import Recipe, RecipeError
-from memlab.step import Workload, _batch, make_optimizer
+from memlab.step import Workload, _batch, make_optimizer, valueless_reads
 from memlab.trace import Trace
 from memlab.virtual import VirtualGPU
 
@@ -476,7 +478,9 @@ def _optimizer(recipe: Recipe, sharding: Sharding, net: nn.Module, host: _Host) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ZeroRedundancyOptimizer(parameters, optimizer_class=partial(_make, recipe))  # type: ignore[arg-type]
-    if recipe.optimizer == "adamw-8bit" and any(isinstance(p, DTensor) for p in parameters):
+    # These have no operators for DTensors: each rank's shard is a tensor of its own for them.
+    own = recipe.optimizer in ("adamw-8bit", "adafactor") or plain.master_dtype is not None
+    if own and any(isinstance(p, DTensor) for p in parameters):
         return _OnShards(parameters, partial(make_optimizer, plain))
     # Operators on lists of tensors take one mesh at a time.
     groups: dict[Any, list[Tensor]] = {}
@@ -722,7 +726,8 @@ def _settle(work: ShardedWorkload, host: _Host) -> None:
         p.grad = torch.zeros_like(p)
         if isinstance(optimizer, _Masters) and optimizer.early:
             optimizer.collect(p)
-    optimizer.step()
+    with valueless_reads():
+        optimizer.step()
     optimizer.zero_grad()
     if {"optimizer_states", "parameters"} & {item.partition(":")[0] for item in work.recipe.offload}:
         assert host.card is not None

@@ -53,30 +53,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def fakes() -> dict[str, list[Trace]]:
+    """The trace of every rank of every case, without a group."""
+    return {
+        case: [
+            trace_sharded(TINY[name], Recipe(**recipe), sharding=Sharding(rank=rank))
+            for rank in range(recipe["world_size"])
+        ]
+        for case, (name, recipe) in CASES.items()
+    }
+
+
 @gloo
-@pytest.mark.parametrize("case", CASES)
-def test_fake_group_equals_gloo(case: str, tmp_path: Path) -> None:
-    name, recipe = CASES[case]
-    fakes = [
-        trace_sharded(TINY[name], Recipe(**recipe), sharding=Sharding(rank=rank))
-        for rank in range(recipe["world_size"])
-    ]
+@pytest.mark.parametrize("world", [2, 4])
+def test_fake_group_equals_gloo(world: int, fakes: dict[str, list[Trace]], tmp_path: Path) -> None:
+    left = [case for case in CASES if CASES[case][1]["world_size"] == world]
     # A thread of gloo may let go of a tensor late; what is allocated, in which order, doesn't depend on it.
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        reals, losses = on_gloo(folder, recipe["world_size"], name, recipe)
-        for rank, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
-            expected = [n for n in events(real) if n > 0]
-            assert [n for n in events(fake) if n > 0] == expected, f"rank {rank} allocates something else"
-        if all(events(fake) == events(real) for fake, real in zip(fakes, reals, strict=True)):
+        for case, (reals, losses) in zip(
+            list(left), on_gloo(folder, world, [CASES[c] for c in left]), strict=True
+        ):
+            for rank, (fake, real) in enumerate(zip(fakes[case], reals, strict=True)):
+                expected = [n for n in events(real) if n > 0]
+                assert [n for n in events(fake) if n > 0] == expected, f"{case}: rank {rank}"
+            # They have really trained: a new model's loss is ln 210 = 5.35.
+            assert all(4 < loss < 7 for loss in losses), case
+            if all(events(fake) == events(real) for fake, real in zip(fakes[case], reals, strict=True)):
+                left.remove(case)
+            for rank, (fake, real) in enumerate(zip(fakes[case], reals, strict=True)):
+                if case not in left or attempt == 2:
+                    assert phases(fake) == phases(real), f"{case}: rank {rank}"
+                    assert fake.consumers_at_peak() == real.consumers_at_peak(), f"{case}: rank {rank}"
+        if not left:
             break
-    for rank, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
-        assert phases(fake) == phases(real), f"rank {rank}"
-        assert fake.consumers_at_peak() == real.consumers_at_peak(), f"rank {rank}"
-    assert all(4 < loss < 7 for loss in losses), (
-        "the real ranks have trained: the loss of a new model is ln 210"
-    )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -226,12 +238,13 @@ def test_users_own_code_runs_in_the_group() -> None:
 
 
 def test_a_thousand_ranks_in_a_process_of_little_memory() -> None:
-    """Setting up 1024 ranks must not cost 1024 times: the resident memory and the number of pieces say so."""
+    """Setting up 1024 ranks must not cost 1024 times what one does: the resident memory says so."""
     program = (
-        "import json, resource; from memlab.sharded import trace_sharded;"
-        "t = trace_sharded('llama2-70b', precision='bf16', zero_stage=3, world_size=1024,"
-        " checkpointing='full', sequence=256, optimizer_impl='fused');"
-        "print(json.dumps([t.peak_bytes, t.consumer_peaks()['parameters'],"
+        "import json, resource; from dataclasses import replace; from memlab import models;"
+        "from memlab.sharded import trace_sharded; c = replace(models.model('llama2-70b'), layers=8);"
+        "t = trace_sharded(c, precision='bf16', zero_stage=3, world_size=1024, checkpointing='full',"
+        " sequence=256, optimizer_impl='fused');"
+        "print(json.dumps([c.parameter_count, t.peak_bytes, t.consumer_peaks()['parameters'],"
         " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))"
     )
     done = subprocess.run(
@@ -241,7 +254,7 @@ def test_a_thousand_ranks_in_a_process_of_little_memory() -> None:
         check=True,
         cwd=Path(__file__).parents[2],
     )
-    peak, parameters, resident = json.loads(done.stdout)
-    assert 0 <= parameters - 68_976_648_192 * 2 // 1024 < 2**22  # a share, and the padding of the norms
+    count, peak, parameters, resident = json.loads(done.stdout)
+    assert 0 <= parameters - count * 2 // 1024 < 2**20  # a share, and the padding of the norms
     assert parameters < peak < 2**34
     assert resident < 500 * 1024, "KiB"
