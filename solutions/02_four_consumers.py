@@ -11,6 +11,10 @@
 # You need no GPU. Each idea comes three times: *computed* from a formula that you write, *traced* on a model of any
 # size that takes no memory, and *measured* on real tensors on this machine. Stop at each question in **bold** and
 # write your guess down before you run the next cell: the distance between guess and result is what you learn here.
+#
+# Plan four to five hours: the cells run in a minute, the rest is five exercises (15 points, checked at once) and one
+# written answer (3 points, graded by a person). To hand in, save this notebook under its own name,
+# `02_four_consumers.ipynb`, with your answers in it, and give in that file.
 
 # %% id="install"
 import importlib.util
@@ -197,7 +201,7 @@ for name, dtype, autocast in (
 #
 # The master copy is there because a bf16 weight can't take small updates: $1 + 0.001$ is 1 in bf16. It belongs to the
 # optimizer and is counted with its states. An 8-bit optimizer stores each moment in one byte, whatever the precision
-# (its block-wise scales, 1.6% more, are left out here). Offloading moves the optimizer states, master copy
+# (its block-wise scales, 1.6% more, are left out in the exercise). Offloading moves the optimizer states, master copy
 # included, to host memory: not a byte of them stays on the card.
 
 # %% id="recipes-check"
@@ -212,7 +216,9 @@ print(f"1 + 0.001 in bf16: {(torch.tensor(1.0, dtype=torch.bfloat16) + 0.001).it
 print(f"an 8-bit moment and its share of a block's scale: 1 + 4/256 = {1 + 4 / 256:.3f} B")
 
 # %% [markdown] id="ex-2-1-text"
-# **Exercise 2.1** (3 points). Write that table as a function. Bytes are whole numbers.
+# ### Exercise 2.1 (3 points)
+#
+# Write that table as a function. Bytes are whole numbers, so compute with ints.
 
 
 # %% id="ex-2-1" exercise="2.1"
@@ -243,7 +249,8 @@ def states(parameters, precision, optimizer, offload=False):
 memlab.check("2.1", states)
 
 # %% [markdown] id="recipes-figure"
-# The same seven ways for a real 7 B model, from the library's own formulas. The first three rows are the point:
+# Seven recipes for a real 7 B model, from the library's own formulas: the four precisions of the table, 8-bit Adam in two of
+# them, and offloading. Only what grows with the parameters is drawn, no activations. The first three rows are the point:
 # **mixed precision is as tall as fp32**.
 
 # %% id="recipes-figure-run"
@@ -278,11 +285,15 @@ held = {name: states_of(**recipe) for name, recipe in recipes.items()}
 per_parameter = {name: sum(row.values()) / llama.parameter_count for name, row in held.items()}
 assert per_parameter["fp32"] == per_parameter["bf16 autocast"] == per_parameter["bf16, fp32 master"] == 16
 for name, b in per_parameter.items():
-    print(f"{name:24}{b:5.1f} B per parameter")
+    print(f"{name:24}{b:6.2f} B per parameter")
+scales = held["bf16, 8-bit Adam"]["optimizer_states"] - 2 * llama.parameter_count
+print(f"the 8-bit rows count the scales, too: {format_bytes(scales)}, {scales / llama.parameter_count:.2f} B per parameter")
+print(f"the line: {a100.name} has {format_gb(a100.memory_bytes)} = {format_bytes(a100.memory_bytes)}")
 plots.consumers(
     held,
     capacity=a100.memory_bytes,
     title="Llama-2-7B: mixed precision keeps as many bytes as fp32",
+    what="parameters, gradients and optimizer states",
 )
 
 # %% [markdown] id="live" claims="C2-02 C2-13"
@@ -293,8 +304,8 @@ plots.consumers(
 
 
 # %% id="live-run"
-def held_for_one_weight(make):
-    weight = nn.Parameter(torch.randn(512, 512))
+def held_for_one_weight(make, *shape):
+    weight = nn.Parameter(torch.randn(shape))
     optimizer = make([weight])
     weight.grad = torch.randn_like(weight)
     optimizer.step()
@@ -311,7 +322,7 @@ makers = {
 }
 bytes_per_parameter = {}
 for name, make in makers.items():
-    bytes_per_parameter[name], kept = held_for_one_weight(make)
+    bytes_per_parameter[name], kept = held_for_one_weight(make, 512, 512)
     print(f"{name:20}{bytes_per_parameter[name]:>10.5f} B per parameter   {', '.join(kept)}")
 print()
 for name in ("SGD", "SGD with momentum"):
@@ -322,8 +333,17 @@ for name in ("SGD", "SGD with momentum"):
 # needs to say what: its two moments are twice the parameters, or as much as parameters and gradients together.
 # And all of that is about states: activations don't change with the optimizer.
 #
-# Adafactor keeps a row and a column of averages instead of a matrix. What that saves depends on the shape: ask what
-# it holds for a bias.
+# Adafactor keeps a row and a column of averages instead of a matrix. What that saves depends on the shape. **What does it
+# hold for a bias?**
+
+# %% id="live-bias" claims="C2-02"
+for shape in ((512, 512), (4096, 64), (512,)):
+    held_bytes, kept = held_for_one_weight(torch.optim.Adafactor, *shape)
+    print(f"Adafactor, {shape!s:11} {held_bytes - 8:.4f} B of states per parameter   {', '.join(kept)}")
+
+# %% [markdown] id="live-bias-read"
+# A bias has no rows and columns, so it gets a full `variance`, 4 bytes per parameter like a momentum (and the counter). The
+# longer the matrix, the more the larger of its two sides costs.
 
 # %% [markdown] id="step-peak" claims="C2-02"
 # ## 4. The step itself
@@ -360,8 +380,9 @@ assert [round(b, 1) for b in step_peaks.values()] == [20, 17.5, 16]
 
 # %% [markdown] id="step-peak-read"
 # All three do the same arithmetic. The *for-loop* updates one parameter at a time: it holds $\sqrt{v}$ and a scaled copy
-# of it for the tensor it is at, twice the size of the largest one. (Here all eight are equal, and a third shows up: the
-# scaled copy of the tensor *before*, which the loop's variable keeps until it is overwritten. Memory is held by names.)
+# of it for the tensor it is at, twice the size of the largest one. And a third shows up: the scaled copy of the tensor
+# *before* it, which the loop's variable keeps until it is overwritten. Memory is held by names. (Here all eight are equal, so
+# $16 + 3 \cdot 4 / 8 = 17.5$. Where a large matrix follows a bias, the third is small.)
 # *Foreach* does each operation on all tensors at once, because few large kernels are faster than many small ones:
 # $\sqrt{v}$ exists for **all** parameters. *Fused* does the whole update in one kernel, in place.
 #
@@ -371,44 +392,51 @@ assert [round(b, 1) for b in step_peaks.values()] == [20, 17.5, 16]
 
 
 # %% id="phases-run"
-def trace_of(tokens):
-    recipe = memlab.Recipe(precision="fp32", micro_batch=1, sequence=tokens)
+def trace_of(tokens, implementation="foreach"):
+    recipe = memlab.Recipe(precision="fp32", micro_batch=1, sequence=tokens, optimizer_impl=implementation)
     return memlab.trace_step(one_sequence, recipe)
 
 
 one_sequence = replace(gpt2, vocab=lab.pick(smallest=5_000, normal=gpt2.vocab))
-short, long = trace_of(128), trace_of(1024)
-for tokens, trace in ((128, short), (1024, long)):
+short, long, fused = trace_of(128), trace_of(1024), trace_of(128, "fused")
+for label, trace in (("128 tokens", short), ("1024 tokens", long), ("128 tokens, fused", fused)):
     peaks = {phase: format_bytes(held) for phase, held in trace.phase_peaks().items() if phase != "setup"}
-    print(f"{tokens:>5} tokens: peak in {trace.peak_phase:9} {peaks}")
-assert (short.peak_phase, long.peak_phase) == ("optimizer", "backward")
-embedding = 4 * one_sequence.vocab * one_sequence.hidden
-waiting = [
-    t for t in short.blocks() if (t.consumer, t.phase, t.bytes) == ("temporaries", "backward", embedding)
-]
-assert waiting[0].module == "head"  # the output layer's half of the tied gradient
+    print(f"{label:>17}: peak in {trace.peak_phase:9} {peaks}")
+assert [trace.peak_phase for trace in (short, long, fused)] == ["optimizer", "backward", "backward"]
+
 numbers = one_sequence.parameter_count
 print(f"20 B x {format_count(numbers)} parameters = {format_bytes(20 * numbers)}")
+embedding = 4 * one_sequence.vocab * one_sequence.hidden
+print(f"\nalive at the peak of the fused step, of the embedding's size ({format_bytes(embedding)}), made in the backward:")
+of_its_size = [b for b in fused.at_peak() if b.bytes == embedding and b.phase == "backward"]
+for block in of_its_size:
+    print(f"  by {block.operator.removeprefix('aten.')}, {block.module}")
+assert {block.module for block in of_its_size} == {"head", "embed.token"}
 plots.timeline(short)
 
 # %% [markdown] id="phases-read"
-# With 128 tokens the mountain of activations is a molehill, and the pink peak of the optimizer step towers over it. Halving
-# the batch or recomputing activations would flatten the molehill and change nothing at the peak; `fused=True` takes the
-# pink away. **A peak is a maximum over phases: first find out which phase it is in, then choose what to do.**
+# With 128 tokens the mountain of activations is a molehill, and the pink peak of the optimizer step towers over it. A shorter
+# text or recomputed activations would flatten the molehill and change nothing at the peak. `fused=True` takes the pink away,
+# and then the peak moves: it is the narrow spike at the end of the backward. **A peak is a maximum over phases: first find
+# out which phase it is in, then choose what to do, and look again.**
 #
-# (The thin pink band that lasts through the backward is one half of a gradient. GPT-2 ties its output layer to its embedding:
-# the output layer's share is ready first, the embedding's last, and until then it waits.)
+# What is that spike, and the thin pink band that leads to it? GPT-2 ties its output layer to its embedding: one weight, used
+# twice, so its gradient is the sum of two. The output layer's half is ready first and waits through the whole backward: the
+# band. The embedding's half comes last, and for a moment both and their sum are alive, three tensors of the size of the
+# largest matrix: the spike.
 
 # %% [markdown] id="ex-2-2-text"
-# **Exercise 2.2** (4 points). Two functions.
+# ### Exercise 2.2 (4 points)
 #
-# `measure_states` counts what a live model and its optimizer hold. The check gives you models with tied weights,
-# frozen parameters, buffers, bf16, gradients that are views of one large buffer, and optimizers that you haven't
-# written. So don't assume, count: each *storage* once (`t.untyped_storage()`), in bytes. Buffers count with the
-# parameters; in `optimizer.state` every tensor counts, the `step` counters too.
+# `measure_states` counts what a live model and its optimizer hold. The check gives you models with tied weights, frozen
+# parameters, buffers and bf16; weights, gradients and moments that are views of one large buffer, padding included, as
+# sharding libraries keep them; and optimizers that you haven't written, with a list in their state. So don't assume, count:
+# each *storage* once and in full (`t.untyped_storage()`, as in chapter 1), in bytes. Buffers count with the parameters; in
+# `optimizer.state` every tensor counts, the `step` counters and those inside a list, too.
 #
-# `step_peak` predicts: bytes alive at the peak of an fp32 Adam step, gradients and moments included, within 1%. (In
-# the for-loop you may count what is left of the tensor before, or leave it out.)
+# `step_peak` predicts: bytes alive at the peak of an fp32 Adam step, gradients and moments included, within 1%. In the
+# for-loop, $\sqrt{v}$ and its scaled copy both count, for the largest tensor. What is left of the tensor *before* it in the
+# list you may count, with that tensor's size, or leave out.
 
 
 # %% id="ex-2-2" exercise="2.2"
@@ -539,7 +567,9 @@ print(f"\na slice of shape {tuple(part.shape)} keeps {format_bytes(part.untyped_
 # alive. **Memory is held by storages: count those, once each, in full.**
 
 # %% [markdown] id="ex-2-3-text"
-# **Exercise 2.3** (4 points). Count exactly: the bytes that autograd keeps while `module(*inputs)` runs. Unique storages;
+# ### Exercise 2.3 (4 points)
+#
+# Count exactly: the bytes that autograd keeps while `module(*inputs)` runs. Unique storages;
 # parameters and buffers of the module don't count, they're on another account; inputs do, if they're kept.
 #
 # A trap that has cost people days: the pack hook must return `t.detach()`. If it returns `t` itself and `t` is the
@@ -625,12 +655,17 @@ for t in kept:
     operator = t.operator.removeprefix("aten.") or "(the input)"
     print(f"{t.module:8}{operator:26}{t.shape!s:24}{t.dtype:10}{t.bytes / element:>12.3f}")
 print(f"{'':68}{sum(t.bytes for t in kept) / element:>12.3f}")
+scores = sum(t.bytes for t in kept if t.shape[-2:] == (s, s))
+stream = sum(t.bytes for t in kept if t.shape[-1] != 1) - scores  # without the norms' statistics
+print(f"\nscores: {scores / (b * heads * s * s):g} B for each of them; all else: {stream / element:g} B per element")
+assert (scores, stream) == (5 * b * heads * s * s, 34 * element)
 
 # %% [markdown] id="block-read"
 # Add up the column in two groups.
 #
-# * Everything of shape $(b, s, h)$ or a multiple of it: the input and two norms, Q, K and V, what attention returns,
-#   two dropout masks of one byte, and the MLP with twice $4h$. Together **34 bytes**.
+# * Everything of shape $(b, s, h)$ or a multiple of it: the inputs and the outputs of the two norms (8; `Block add` is the
+#   second one's input), Q, K and V (6), what attention returns (2), two dropout masks of one byte (2), and the MLP with twice
+#   $4h$ (16). Together **34 bytes**.
 # * Everything of shape $(b, a, s, s)$, with $a$ heads: the softmax's output (2 bytes), its dropout mask (1) and the dropped
 #   scores (2). **5 bytes per score**, and there are $b\,a\,s^2$ of them: $5as/h$ per element.
 #
@@ -660,8 +695,8 @@ print(f"GPT-3, one sequence of 2048: {format_gb(round(gpt3_block * elements))} o
 print(f"{format_gb(2 * elements)} by one 16-bit tensor per layer")
 
 # %% [markdown] id="block-levers" claims="C2-05 C2-08"
-# The estimate with one tensor per layer is 21 to 57 times too low, and the factor isn't a constant: it grows with the
-# sequence. Activations are the hardest consumer to estimate, because they depend on batch, length, width, depth and
+# The estimate with one tensor per layer is 21 to 35 times too low for BERT-large in fp32 and 57 times for GPT-3 in 16 bit: the
+# factor isn't a constant, it grows with the sequence. Activations are the hardest consumer to estimate, because they depend on batch, length, width, depth and
 # heads, and also on *how* the operators are written. **Two models with equal parameters: equal activations? And what if
 # attention never stored its scores?**
 
@@ -822,7 +857,7 @@ found = (
 print(f"{'what':32}{'predicted':>10}{'published':>11}{'residual':>10}   source")
 for (what, expected), (value, row) in zip(predicted.items(), found, strict=True):
     sizes = f"{format_gb(round(expected)):>10}{format_gb(round(value)):>11}{value / expected - 1:>+10.1%}"
-    print(f"{what:32}{sizes}   {reported[row]['source'][:32]}")
+    print(f"{what:32}{sizes}   {reported[row]['source']}")
 assert found[0][0] == predicted["Linear 1024 x 1024, 100 times"]
 
 # %% [markdown] id="published-read"
@@ -868,7 +903,9 @@ for count in (35, 128, 512, 1024, 4096):
 # size on A100s; GPT-3 itself was trained on V100s.)
 
 # %% [markdown] id="ex-2-5-text"
-# **Exercise 2.5** (2 points). Both as functions, for any model and card.
+# ### Exercise 2.5 (2 points)
+#
+# Both as functions, for any model and card.
 
 
 # %% id="ex-2-5" exercise="2.5"
@@ -908,7 +945,9 @@ widgets.four_consumers(model="gpt2", gpu="T4")
 # %% [markdown] id="written-text"
 # ## 10. In your own words
 #
-# **Exercise 2.6** (3 points, graded by hand, at most eight sentences). A colleague trains a 1.3 B model with AdamW on a
+# ### Exercise 2.6, in writing (3 points, graded by hand)
+#
+# Answer in at most eight sentences. A colleague trains a 1.3 B model with AdamW on a
 # 24 GB card, micro-batch 1, 256 tokens. It runs out of memory in `optimizer.step()`. They switched from fp32 to bf16 autocast
 # "to halve everything", then turned on activation checkpointing, and it still fails at the same line. Explain what
 # each of the two changes did to the four consumers, why the step still fails, and what you would change instead. Give a number
@@ -931,8 +970,8 @@ widgets.four_consumers(model="gpt2", gpu="T4")
 # ## To pin to the wall
 #
 # * **Parameters** 4 B, **gradients** 4 B, **Adam** 8 B: 16 B per parameter in fp32, and 16 with mixed precision.
-# * GPT-3: 2.8 TB. A 7 B model: 108 GB. An 80 GB card holds the states of 5 B parameters.
-# * A foreach Adam step peaks at 20 B per parameter, a fused one at 16.
+# * GPT-3: 2.8 TB. Llama-2-7B: 107.8 GB = 100.4 GiB. An A100-80GB, with 85.2 GB = 79.35 GiB, holds the states of 5.3 B.
+# * A foreach Adam step peaks at 20 B per parameter, a fused one at 16, a for-loop at 16 and twice the largest tensor.
 # * **Activations** are what operators keep: Linear its input, ReLU and softmax their output, additions nothing; each
 #   storage once.
 # * A transformer block keeps $s\,b\,h\,(34 + 5as/h)$ bytes in 16 bit; a fused attention kernel takes away the $5as/h$.
@@ -942,13 +981,14 @@ widgets.four_consumers(model="gpt2", gpu="T4")
 # %% id="wall-run"
 opening = f"GPT-2, batch {batch} x 1024, fp32, eager attention: all live tensors, traced"
 lab.headline("peak of the opening step", step.peak_bytes, "B", opening)
-lab.headline("the weights' share of it", weights / step.peak_bytes, "", "fp32 weights / that peak")
+lab.headline("the weights' share of it", round(100 * weights / step.peak_bytes, 1), "%", "fp32 weights / that peak")
 held = "weights, gradients, moments and temporaries at the peak of step(), measured"
 lab.headline("AdamW step, foreach", step_peaks["foreach"], "B per parameter", held)
 lab.headline("AdamW step, fused", step_peaks["fused"], "B per parameter", held)
 lab.headline("GPT-3's block", gpt3_block, "B per element", "activations kept, 16 bit, eager, 2048 tokens")
-assert round(16 * llama.parameter_count / 1e9) == 108  # the summary's and the written answer's numbers
-assert [round(1.3 * b, 1) for b in (16, 20, 10, 8)] == [20.8, 26.0, 13.0, 10.4]
+states_7b = 16 * llama.parameter_count  # the summary's numbers
+assert (format_gb(states_7b), format_bytes(states_7b)) == ("107.81 GB", "100.41 GiB")
+assert (format_gb(a100.memory_bytes), f"{a100.memory_bytes / 16e9:.1f}") == ("85.20 GB", "5.3")
 memlab.progress()
 
 # %% [markdown] id="read-on"

@@ -173,9 +173,7 @@ def _score_2_1(evidence: Evidence) -> Score:
         if (
             group == "bf16" and first is None and not autocast
         ):  # who halves everything is right here by accident
-            first = (
-                "bf16: right, and this point counts only when autocast passes: halving everything would earn it"
-            )
+            first = "bf16: right, and it counts only when autocast passes: halving everything would earn it"
         earned = _award(tally, points, first)
         autocast = autocast or (group == "amp-bf16" and earned)
     return _score(tally)
