@@ -495,7 +495,9 @@ def curves(
 
 
 def seconds(value: float) -> str:
-    """0.039 -> '39.0 ms', 2.54 -> '2.54 s'."""
+    """0.039 -> '39 ms', 2.54 -> '2.54 s', 86400 -> '86,400 s'."""
+    if value >= 1000:
+        return f"{value:,.0f} s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale * (1 - 1e-9):
             return f"{value / scale:.3g} {unit}"
@@ -531,8 +533,9 @@ def _log_bars(
         ax.set_yticks(range(len(rows)), labels)
         ax.tick_params(axis="y", length=0)
         ax.set_ylim(len(rows) - 0.4, -0.6)
-        every = math.ceil((decades + 1) / 7)  # more labels would touch each other
-        ax.set_xticks([10.0**k for k in range(floor, math.floor(floor + decades) + 1, every)])
+        top = math.ceil(math.log10(max(value for _, value, _ in rows)))  # beyond it are only words
+        every = math.ceil((top - floor + 1) / 7)  # more labels would touch each other
+        ax.set_xticks([10.0**k for k in range(floor, top + 1, every) if k <= floor + decades])
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: tick(v)))
         ax.minorticks_off()
         _finish(ax, heading, axis, None)

@@ -401,8 +401,8 @@ figure
 #
 # Divide 2 or 3.35 TB/s by "about 100 GB/s" of DDR5, and a GPU comes out 20 to 34 times as fast: that is a data-centre GPU
 # against a desktop. A server socket has eight channels of DDR5 (the bar above: 307 GB/s, about 250 of them in practice)
-# or twelve (461). From the best case to the worst an A100 has 4 to 8 times as much and an H100 7 to 13. Still the reason to buy one, and little enough that
-# the host's memory is worth using: offloading (chapter 5) lives on that.
+# or twelve (461). From the best case to the worst an A100 has 4 to 8 times as much and an H100 7 to 13. Still the reason
+# to buy one, and little enough that the host's memory is worth using: offloading (chapter 5) lives on that.
 
 # %% id="copy-check" claims="C1-05"
 channel = 4.8 * 8  # DDR5-4800: 4.8 billion transfers a second, 8 bytes each, in GB/s
@@ -760,8 +760,8 @@ assert trace.peak_bytes <= cuda.peak_allocated <= cuda.peak_reserved < cuda.proc
 # ### On real cards
 #
 # You needn't believe a simulation. These are published runs on a Tesla T4 (FitCheck's archive, LoRA fine-tuning, batch x
-# tokens; the rows are in `memlab/data`). All state the peaks of the three numbers. **Two runs of one model that differ only in the
-# attention kernel: which of the numbers differs most? And what is the same in every row?**
+# tokens; the rows are in `memlab/data`). All state the peaks of the three numbers. **Two runs of one model that differ
+# only in the attention kernel: which of the numbers differs most? And what is the same in every row?**
 
 # %% id="real-table"
 runs = [run for run in published.t4_runs() if run["base"] == "fp16"]
@@ -797,7 +797,7 @@ def parts_figure(runs):
     worst = max(runs, key=lambda run: run["reserved"] / run["allocated"])
     more = worst["reserved"] / worst["allocated"] - 1
     title = f"Cache alone: up to {more:.0%} on top of the tensors ({worst['model']}, {worst['attention']})"
-    ax.set_title(title, loc="left", fontweight="bold", fontsize=12)
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.memlab_alt = title + ". " + " ".join(
         f"{run['label']}: allocated {format_bytes(run['allocated'])}, reserved {format_bytes(run['reserved'])}." for run in runs

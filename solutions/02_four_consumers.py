@@ -75,7 +75,8 @@ except torch.OutOfMemoryError as error:
 
 # %% [markdown] id="picture"
 # It doesn't, and the message names an operator that you didn't write: the backward of the loss wanted room for one more tensor
-# of the size of the logits, 8 x 1024 tokens x a vocabulary of 50,257 x 4 bytes. What would the step have taken? Without a limit the same trace runs to its end, and each allocation
+# of the size of the logits, 8 x 1024 tokens x a vocabulary of 50,257 x 4 bytes (rounded up to whole 2 MiB, as CUDA's allocator
+# does with large tensors). What would the step have taken? Without a limit the same trace runs to its end, and each allocation
 # and each free is on record, with the consumer that it belongs to.
 
 # %% id="picture-run"
@@ -342,8 +343,8 @@ for shape in ((512, 512), (4096, 64), (512,)):
     print(f"Adafactor, {shape!s:11} {held_bytes - 8:.4f} B of states per parameter   {', '.join(kept)}")
 
 # %% [markdown] id="live-bias-read"
-# A bias has no rows and columns, so it gets a full `variance`, 4 bytes per parameter like a momentum (and the counter). The
-# longer the matrix, the more the larger of its two sides costs.
+# A bias has no rows and columns, so it gets a full `variance`, 4 bytes per parameter like a momentum (and the counter). And of
+# two matrices with equally many numbers the square one is cheapest.
 
 # %% [markdown] id="step-peak" claims="C2-02"
 # ## 4. The step itself
@@ -386,9 +387,9 @@ assert [round(b, 1) for b in step_peaks.values()] == [20, 17.5, 16]
 # *Foreach* does each operation on all tensors at once, because few large kernels are faster than many small ones:
 # $\sqrt{v}$ exists for **all** parameters. *Fused* does the whole update in one kernel, in place.
 #
-# On CUDA, foreach is what you get when you don't ask. The documentation of `torch.optim.AdamW` says it: "uses ~ sizeof(params)
-# more peak memory than the for-loop version". So training with Adam takes 20 bytes per parameter at that moment, and if the batch is small, that is
-# the peak of the whole step.
+# On CUDA, foreach is what you get when you don't ask. The documentation of `torch.optim.AdamW` says it: "uses ~
+# sizeof(params) more peak memory than the for-loop version". So training with Adam takes 20 bytes per parameter at that
+# moment, and if the batch is small, that is the peak of the whole step.
 
 
 # %% id="phases-run"
@@ -671,8 +672,8 @@ assert (scores, stream) == (5 * b * heads * s * s, 34 * element)
 #
 # $$\text{bytes per block} = s\,b\,h \left(34 + \frac{5\,a\,s}{h}\right)$$
 #
-# That is the formula of Korthikanti et al. (2022, arXiv:2205.05198, section 4). What the table shows beyond it, a hundredth of a
-# byte, are the statistics of the norms.
+# That is the formula of Korthikanti et al. (2022, arXiv:2205.05198, section 4). What the table shows beyond it, a
+# hundredth of a byte, are the statistics of the norms.
 
 
 # %% id="block-check" claims="C0-05 C2-07"
@@ -695,10 +696,10 @@ print(f"GPT-3, one sequence of 2048: {format_gb(round(gpt3_block * elements))} o
 print(f"{format_gb(2 * elements)} by one 16-bit tensor per layer")
 
 # %% [markdown] id="block-levers" claims="C2-05 C2-08"
-# The estimate with one tensor per layer is 21 to 35 times too low for BERT-large in fp32 and 57 times for GPT-3 in 16 bit: the
-# factor isn't a constant, it grows with the sequence. Activations are the hardest consumer to estimate, because they depend on batch, length, width, depth and
-# heads, and also on *how* the operators are written. **Two models with equal parameters: equal activations? And what if
-# attention never stored its scores?**
+# The estimate with one tensor per layer is 21 to 35 times too low for BERT-large in fp32 and 57 times for GPT-3 in 16
+# bit: the factor isn't a constant, it grows with the sequence. Activations are the hardest consumer to estimate, because
+# they depend on batch, length, width, depth and heads, and also on *how* the operators are written. **Two models with
+# equal parameters: equal activations? And what if attention never stored its scores?**
 
 # %% id="levers-run"
 for layers, width in ((24, 1024), (6, 2048)):
@@ -805,8 +806,9 @@ print(f"{residual:>12,} B  residual")
 assert residual == 0 or torch.cuda.is_available()  # a GPU's kernels may add something of their own
 
 # %% [markdown] id="gap-read"
-# On a CPU the miss is accounted for to the byte: the logits, the batch and the loss, which the training loop still names, and the
-# step counters (on a GPU those stay in host memory). That is what "explaining the gap" means in this course: a difference has a name, or it is printed as a residual.
+# On a CPU the miss is accounted for to the byte: the logits, the batch and the loss, which the training loop still names,
+# and the step counters (on a GPU those stay in host memory). That is what "explaining the gap" means in this course: a
+# difference has a name, or it is printed as a residual.
 #
 # And the list of consumers isn't complete even so. Beside the tensors there are the allocator's cache and its fragmentation,
 # the libraries' workspaces, communication buffers when several cards work together, and the CUDA context, between 0.1 and
@@ -857,7 +859,7 @@ found = (
 print(f"{'what':32}{'predicted':>10}{'published':>11}{'residual':>10}   source")
 for (what, expected), (value, row) in zip(predicted.items(), found, strict=True):
     sizes = f"{format_gb(round(expected)):>10}{format_gb(round(value)):>11}{value / expected - 1:>+10.1%}"
-    print(f"{what:32}{sizes}   {reported[row]['source']}")
+    print(f"{what:32}{sizes}   {reported[row]['source'].partition(' (')[0]}")
 assert found[0][0] == predicted["Linear 1024 x 1024, 100 times"]
 
 # %% [markdown] id="published-read"

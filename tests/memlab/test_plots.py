@@ -282,6 +282,7 @@ def test_a_log_axis_has_no_place_for(value):
 
 def test_seconds_read_well():
     assert [plots.seconds(v) for v in (2.54, 0.039, 2e-6, 3e-9)] == ["2.54 s", "39 ms", "2 µs", "3 ns"]
+    assert [plots.seconds(v) for v in (86_400, 1, 10**-3)] == ["86,400 s", "1 s", "1 ms"]
 
 
 def drawn(figure):
@@ -304,6 +305,13 @@ def test_times_are_labelled_as_times_and_a_dark_bar_says_why():
     figure = plots.times([("cache", 3e-9), ("RAM", 9e-8)], "title", {"RAM": "the walk"})
     assert [text for text, _ in drawn(figure)] == ["1 ns", "10 ns", "100 ns"]
     assert [t.get_text().strip() for t in figure.axes[0].texts] == ["3 ns", "90 ns, the walk"]
+
+
+def test_a_log_axis_ends_where_its_bars_end():
+    labels = drawn(
+        plots.times([("tokens", 1e-6), ("states of a large model", 2.67)], "t", {"tokens": "words " * 6})
+    )
+    assert labels[-1][0] in ("1 s", "10 s")
 
 
 def test_what_follows_the_step_is_not_its_set_up():
