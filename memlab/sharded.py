@@ -705,6 +705,15 @@ def _refuse(recipe: Recipe, sharding: Sharding) -> None:
         )
 
 
+def _whose_states(work: ShardedWorkload) -> str:
+    """Which parameter's states the optimizer was making when memory ended; '' if none."""
+    states = work.optimizer.state
+    if not states or len(states[last := list(states)[-1]]) == len(next(iter(states.values()))):
+        return ""
+    names = [name for name, p in work.model.named_parameters() if p is last]
+    return f" The optimizer was making the states of {names[0]}." if names else ""
+
+
 def _gradients_elsewhere(work: ShardedWorkload) -> list[Tensor]:
     """Gradients that stand in no parameter's `.grad`: DistributedDataParallel's buckets, fp32 copies."""
     found = list(getattr(getattr(work.model, "reducer", None), "buckets", ()))
@@ -777,14 +786,18 @@ def trace_sharded(
         with virtual_gpu._mode:
             host = _Host(virtual_gpu)
             work = sharded_workload(config, recipe, sharding=sharding, _host=host)
-            warm = (limit is None or limit > _ENDLESS) if warm is None else warm
+            capacity = limit if limit is not None or card is None else card.memory_bytes
+            warm = (capacity is None or capacity > _ENDLESS) if warm is None else warm
             warm = warm and recipe.zero_stage >= 2 and recipe.set_to_none
             if warm:
                 _settle(work, host)
         meter._model, meter._optimizer = work.model, work.optimizer
         with virtual_gpu:
-            for _ in range(1 if warm else 2):
-                work.step()
+            try:
+                for _ in range(1 if warm else 2):
+                    work.step()
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(f"{error}{_whose_states(work)}") from None
             for tensor in _gradients_elsewhere(work):
                 meter._own(tensor, GRADIENTS)
         del work

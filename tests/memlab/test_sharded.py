@@ -180,6 +180,11 @@ def test_out_of_memory_where_the_card_ends() -> None:
     trace_sharded(TINY["llama"], recipe, limit=need)
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate .*blocks\.\d"):
         trace_sharded(TINY["llama"], recipe, limit=need - 1)
+    # Enough for the first forward and backward, not for the states that the first update makes.
+    larger = recipe.replace(world_size=2, sequence=4)
+    first = trace_sharded(TINY["llama"], larger.replace(optimizer="sgd")).peak_bytes
+    with pytest.raises(torch.OutOfMemoryError, match=r"making the states of blocks\.\d\.\w+"):
+        trace_sharded(TINY["llama"], larger, limit=first)
     assert not dist.is_initialized(), "nothing of the group is left after the error"
 
 
