@@ -313,7 +313,9 @@ class Tape:
         q, k, v = (
             self.cast(x, "fp32", f"{n} in fp32") for x, n in ((q, "queries"), (k, "keys"), (v, "values"))
         )
+        held = [q, k]
         q, k = (self.op(f"{n} scaled", [x], x.shape, "fp32") for x, n in ((q, "queries"), (k, "keys")))
+        held.append(q)
         q, k = self._per_head(q, "queries", False), self._per_head(k, "keys", False)
         why = "matrix product: each factor's gradient needs the other"
         x = self.op("scores", [q, k], scores, "fp32", saves=[q, k], why=why)
@@ -328,6 +330,7 @@ class Tape:
         x = self.dropout(x, "attention weights")
         v = self._per_head(v, "values", False)
         x = self.op("attn output per head", [x, v], shape, "fp32", saves=[x, v], why=why)
+        self.keep(*held)
         return self.copy(self.cast(x, dtype, f"attn output in {dtype}"), "attn output")
 
     # the loss

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from memlab.footprint import Footprint, footprint
@@ -27,6 +27,7 @@ EXAMPLES = int(os.environ.get("MEMLAB_EXAMPLES", "15"))  # of the random compari
 RANDOM: dict[str, Any] = {
     "deadline": None,
     "derandomize": "MEMLAB_EXAMPLES" not in os.environ,
+    "phases": (Phase.explicit, Phase.generate),  # shrinking would trace for minutes
     "suppress_health_check": [HealthCheck.too_slow],
 }
 EXACT = ("parameters", "gradients", "optimizer_states")
