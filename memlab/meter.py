@@ -837,7 +837,12 @@ def _holds_tensors(returned: Any) -> bool:
     return any("Tensor" in str(r.type) for r in returned)
 
 
-_NOT_USER = (str(Path(torch.__file__).parent), __file__, "<frozen")
+_HERE = Path(__file__)
+_NOT_USER = (
+    str(Path(torch.__file__).parent),
+    *(str(_HERE.with_name(name)) for name in ("meter.py", "virtual.py", "cuda_rules.py")),
+    "<frozen",
+)
 
 
 def torch_size(size: int) -> str:
