@@ -184,7 +184,8 @@ assert (r4090.bus_bits, a100.bus_bits) == (12 * 32, 5 * 1024)
 #
 # Such tables go round. Throughout this course we hold one source against the tensors: a Chinese-language article that
 # explains GPU memory to engineers. It is quoted (in our words) because it says what many people believe, and says it in
-# numbers: most of it is right, some of it isn't, and both can be measured. This is how its table comes out against ours:
+# numbers. More than half of it is right, if often with a caveat, the rest isn't, and either can be measured. This is how its
+# table comes out against ours:
 
 # %% id="label-verdicts" claims="C0-01 C1-01 C1-02 C1-03 C1-04 C1-06 C1-08"
 assert format_gb(a100.memory_bytes) == "85.20 GB" and format_bytes(a100.memory_bytes) == "79.35 GiB"
@@ -284,7 +285,7 @@ assert tokens == 32 * KIB and 0.0005 < link_seconds(images, "PCIe4") < 0.0007
 compute = 6 * 7e9 * 4096 / (0.4 * a100.flops["bf16"])  # 6 FLOP per parameter and token; 40% of the peak is assumed
 print(f"4,096 tokens through a 7B model: {compute:.1f} s of arithmetic on an A100")
 plots.times([(f"{label}, {format_gb(n)}", link_seconds(n, "PCIe4")) for label, n in crossing],
-            "A batch crosses PCIe 4 in no time, offloaded states in seconds",
+            "A batch crosses PCIe 4 in no time, offloaded states don't",
             {crossing[2][0] + ", 84.00 GB": "only if offloaded"})
 
 # %% [markdown] id="bottleneck-read"
@@ -702,7 +703,7 @@ for factor in (32, 64, 128):
 print(f"A100, batch {16_384 * 128:>7,}: {virtual_peak('A100-80GB', 128)}")
 
 # %% [markdown] id="virtual-read"
-# Each of the 64-fold activations is 1 GiB, and thirteen of them, nine that the forward kept and four temporaries, just
+# Each of the 64-fold activations is 1 GiB, and thirteen of them, nine that the forward kept and four temporaries,
 # fit. Not one of these tensors existed, and nobody had to rent a card. Chapter 2 does the same with real models.
 
 # %% [markdown] id="reserved" claims="S-02"
@@ -811,8 +812,8 @@ parts_figure(runs)
 # The context is the same in every row. Now look at the two runs of SmolLM2-135M at 1 x 4096. Their tensors differ by 1%.
 # What PyTorch reserved for them differs by 1.16 GiB: eager attention makes huge short-lived score matrices whose sizes
 # don't fit into each other's holes. (SmolLM2-360M, the worst row, has 49% on top, but there the tensors differ as well.)
-# That is **fragmentation**, and it is why a step can fail with "free" memory on the
-# card. An out-of-memory error is about reserved memory; a formula for tensors only gives the dark part of the bar.
+# That is **fragmentation**, and it is why a step can fail with "free" memory on the card. An out-of-memory error is about
+# reserved memory; a formula for tensors only gives the dark part of the bar.
 #
 # That context is small here, 140.9 MiB. It depends on card, driver and CUDA version: Hugging Face once measured 1,343 MiB
 # on a V100 whose driver loaded every kernel at once. Measure it on your card, once, before you make a budget.

@@ -12,8 +12,8 @@
 # size that takes no memory, and *measured* on real tensors on this machine. Stop at each question in **bold** and
 # write your guess down before you run the next cell: the distance between guess and result is what you learn here.
 #
-# Plan four to five hours: the cells run in a minute, the rest is five exercises (15 points, checked at once) and one
-# written answer (3 points, graded by a person). To hand in, save this notebook under its own name,
+# Plan four to five hours: the cells run in a minute, the rest is five exercises (15 points, checked at once; the bare number
+# under a check is for the grader) and one written answer (3 points, graded by a person). To hand in, save this notebook under its own name,
 # `02_four_consumers.ipynb`, with your answers in it, and give in that file.
 
 # %% id="install"
@@ -570,8 +570,8 @@ print(f"\na slice of shape {tuple(part.shape)} keeps {format_bytes(part.untyped_
 # %% [markdown] id="ex-2-3-text"
 # ### Exercise 2.3 (4 points)
 #
-# Count exactly: the bytes that autograd keeps while `module(*inputs)` runs. Unique storages;
-# parameters and buffers of the module don't count, they're on another account; inputs do, if they're kept.
+# Count exactly: the bytes that autograd keeps while `module(*inputs)` runs. Unique storages; parameters and buffers of the
+# module don't count, they're on another account; inputs do, if they're kept.
 #
 # A trap that has cost people days: the pack hook must return `t.detach()`. If it returns `t` itself and `t` is the
 # operator's own output, the graph holds the output and the output holds the graph, out of the garbage collector's
@@ -949,11 +949,10 @@ widgets.four_consumers(model="gpt2", gpu="T4")
 #
 # ### Exercise 2.6, in writing (3 points, graded by hand)
 #
-# Answer in at most eight sentences. A colleague trains a 1.3 B model with AdamW on a
-# 24 GB card, micro-batch 1, 256 tokens. It runs out of memory in `optimizer.step()`. They switched from fp32 to bf16 autocast
-# "to halve everything", then turned on activation checkpointing, and it still fails at the same line. Explain what
-# each of the two changes did to the four consumers, why the step still fails, and what you would change instead. Give a number
-# for each.
+# Answer in at most eight sentences. A colleague trains a 1.3 B model with AdamW on a 24 GB card, micro-batch 1, 256 tokens. It
+# runs out of memory in `optimizer.step()`. They switched from fp32 to bf16 autocast "to halve everything", then turned on
+# activation checkpointing, and it still fails at the same line. Explain what each of the two changes did to the four
+# consumers, why the step still fails, and what you would change instead. Give a number for each.
 #
 # *Rubric.* 1 point: which of the four consumers each of the two changes touched and which it didn't, in bytes per parameter.
 # 1 point: the phase that sets the peak, and what is alive in it, as a number of GB. 1 point: a change that brings that phase
@@ -972,7 +971,7 @@ widgets.four_consumers(model="gpt2", gpu="T4")
 # ## To pin to the wall
 #
 # * **Parameters** 4 B, **gradients** 4 B, **Adam** 8 B: 16 B per parameter in fp32, and 16 with mixed precision.
-# * GPT-3: 2.8 TB. Llama-2-7B: 107.8 GB = 100.4 GiB. An A100-80GB, with 85.2 GB = 79.35 GiB, holds the states of 5.3 B.
+# * These states: GPT-3 2.8 TB, Llama-2-7B 107.8 GB = 100.4 GiB. An A100-80GB, with 85.2 GB = 79.35 GiB, holds those of 5.3 B.
 # * A foreach Adam step peaks at 20 B per parameter, a fused one at 16, a for-loop at 16 and twice the largest tensor.
 # * **Activations** are what operators keep: Linear its input, ReLU and softmax their output, additions nothing; each
 #   storage once.
