@@ -276,6 +276,7 @@ class _Reducer:
                     assert p.grad is not None
                     p.grad.copy_(self.views[p])
                 self.active = False
+                del view  # the old bucket goes first
                 if not self.rebuilt and not self.as_view:
                     self._rebuild()
 
@@ -707,9 +708,11 @@ def _refuse(recipe: Recipe, sharding: Sharding) -> None:
 
 def _whose_states(work: ShardedWorkload) -> str:
     """Which parameter's states the optimizer was making when memory ended; '' if none."""
-    states = work.optimizer.state
-    if not states or len(states[last := list(states)[-1]]) == len(next(iter(states.values()))):
+    states = list(work.optimizer.state.items())
+    count = sum(len(group["params"]) for group in work.optimizer.param_groups)
+    if not states or (len(states) == count and len(states[-1][1]) == len(states[0][1])):
         return ""
+    last = states[-1][0]
     names = [name for name, p in work.model.named_parameters() if p is last]
     return f" The optimizer was making the states of {names[0]}." if names else ""
 
