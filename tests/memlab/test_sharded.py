@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,20 @@ def test_users_own_code_runs_in_the_group() -> None:
         model(torch.randn(5, 10)).sum().backward()
         assert tuple(model[1].weight.grad.to_local().shape) == (2, 7)
     assert card.trace.peak_bytes > 0
+
+
+def test_ways_are_judged_by_the_cards_allocator() -> None:
+    from benchmarks.sharded import WAYS, judge
+    from memlab import hardware
+
+    card = hardware.gpu("A100-80GB")
+    pure, lora = WAYS[3], next(way for way in WAYS if "LoRA" in way.name)
+    rows = {way.name: judge(way, TINY["llama"], card) for way in (pure, lora)}
+    assert all(row["fits"] == "yes" for row in rows.values())
+    need, frozen = rows[pure.name]["consumers_at_peak"], rows[lora.name]["consumers_at_peak"]
+    assert frozen["optimizer_states"] < need["optimizer_states"] < need["temporaries"]
+    small = replace(card, memory_bytes=rows[pure.name]["reserved_bytes"] // 2)
+    assert judge(pure, TINY["llama"], small)["fits"] == "no"
 
 
 def test_a_thousand_ranks_in_a_process_of_little_memory() -> None:
