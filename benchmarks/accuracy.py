@@ -28,7 +28,7 @@ from typing import Any
 from memlab import hardware
 from memlab.allocator import ORDERS, replay
 from memlab.trace import Trace
-from memlab.units import format_bytes
+from memlab.units import MIB, format_bytes
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 PHASES = ("forward", "backward", "optimizer")
@@ -332,10 +332,49 @@ def torchinfo_rows(row: dict[str, Any]) -> Iterator[Entry]:
     )  # fmt: skip
 
 
+def bert_rows(row: dict[str, Any]) -> Iterator[Entry]:
+    """Hugging Face's performance guide of January 2022: BERT-large on a V100, what NVML shows."""
+    from benchmarks import workloads as w
+
+    setting = row["config"]["setting"]
+    batch, steps = (re.search(pattern, setting) for pattern in (r"b=(\d+)", r"ga(\d+)"))
+    if batch is None:
+        raise SkipError("it is the CUDA context itself, which predictions take as given")
+    if "8-bit" in setting:
+        raise SkipError("bitsandbytes' 8-bit Adam isn't modelled as a script")
+    run = w.bert_trainer(
+        int(batch[1]), int(steps[1]) if steps else 1, "ckpt" in setting or "checkpointing" in setting,
+        "fp16" in setting, "Adafactor" in setting,
+    )  # fmt: skip
+    card = hardware.gpu("V100-16GB")
+    reserved = [peaks(run, order).reserved + (card.context_bytes or 0) for order in ORDERS]
+    yield Entry(
+        row["id"], "process", bytes_of(row["value"], "MiB"), reserved[list(ORDERS).index(ORDER)],
+        min(reserved), max(reserved), half_digit=MIB // 2, group="V100, BERT-large", attention="eager",
+        about=setting, unsaid="versions of torch and transformers; what the Trainer keeps beside the step",
+    )  # fmt: skip
+
+
+def torchtune_rows(row: dict[str, Any]) -> Iterator[Entry]:
+    """torchtune PR 389: full bf16 Llama-2-7B, AdamW one parameter at a time; the peak is in the optimizer."""
+    from memlab.recipe import Recipe
+    from memlab.report import trace_step
+
+    recipe = Recipe(precision="bf16", optimizer_impl="for-loop", sequence=512, checkpointing="full")
+    found = trace_step("llama2-7b", recipe, gpu="A100-80GB", limit=1 << 50)
+    yield Entry(
+        row["id"], "allocated", bytes_of(row["value"], row["unit"]), found.peak_bytes,
+        half_digit=bytes_of(0.5, row["unit"]), group="other", about="Llama-2-7B bf16 full",
+        unsaid="sequence length and checkpointing (512 and full are taken; the optimizer's peak has neither)",
+    )  # fmt: skip
+
+
 SOURCES: tuple[tuple[str, Callable[[dict[str, Any]], Iterator[Entry]]], ...] = (
     ("FitCheck", fitcheck_rows),
     ("vramcalc", vramcalc_rows),
     ("torchinfo issue", torchinfo_rows),
+    ("HF Transformers docs", bert_rows),
+    ("torchtune PR #389", torchtune_rows),
 )
 
 
@@ -370,7 +409,7 @@ def line(entry: Entry) -> str:
         spread = f"  range {format_bytes(entry.low)} to {format_bytes(entry.high)}"
     return (
         f"{entry.id!s:>5}  {entry.quantity:<10}{format_bytes(entry.published):>13}"
-        f"{format_bytes(entry.predicted):>13}  {_percent(entry):<26}{entry.about} {entry.attention}{spread}"
+        f"{format_bytes(entry.predicted):>13}  {_percent(entry):<28}{entry.about} {entry.attention}{spread}"
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memlab.cuda_rules import CudaRules
+from memlab.step import valueless_reads
 from memlab.trace import Trace
 from memlab.virtual import VirtualGPU
 
@@ -466,3 +467,52 @@ def repeated_linear(times: int) -> int:
         live = torch.cuda.memory_allocated()
     assert gpu.trace.events
     return live
+
+
+def bert_trainer(
+    batch: int, accumulation: int, checkpointing: bool, amp: bool, adafactor: bool, card: str = "V100-16GB"
+) -> Run:
+    """Hugging Face's Trainer of early 2022 on bert-large-uncased with two classes, sequence 512, dropout 0.1.
+
+    Eager attention, gradients clipped, AdamW one parameter at a time (transformers' own had no foreach);
+    gradients are zeroed and kept (the default of torch before 2.0).
+    """
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=30522, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
+        intermediate_size=4096, num_labels=2, attn_implementation="eager",
+    )  # fmt: skip
+    with VirtualGPU(card, limit=1 << 50) as gpu:
+        with gpu.host():
+            model = transformers.BertForSequenceClassification(config)
+        gpu.put(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model.train()
+        parameters = list(model.parameters())
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.Adafactor(parameters, foreach=False)
+            if adafactor
+            else torch.optim.AdamW(parameters, foreach=False)
+        )
+        scaler = torch.amp.GradScaler("cuda", enabled=amp)
+
+        def step() -> None:
+            for _ in range(accumulation):
+                ids = torch.randint(100, 30000, (batch, 512))
+                labels = torch.zeros(batch, dtype=torch.long)
+                with torch.autocast("cuda", torch.float16, enabled=amp):
+                    loss = model(input_ids=ids, labels=labels).loss / accumulation
+                scaler.scale(loss).backward()
+            with valueless_reads():
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=False)
+                scaler.step(optimizer)
+                scaler.update()
+            model.zero_grad(set_to_none=False)
+
+        for _ in range(2):
+            step()
+    steps = gpu.trace.steps
+    return Run(gpu.trace, (steps[0], steps[2]), (steps[1], steps[2]))
