@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
 from memlab import units
 
@@ -462,6 +462,8 @@ def curves(
             ax.set_xscale("log", base=log_x)
             ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.12g}"))
         else:
+            whole = all(float(v).is_integer() for xs, _ in lines.values() for v in xs)
+            ax.xaxis.set_major_locator(MaxNLocator(7, integer=whole))
             ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.12g}"))
         if log_y:
             ax.set_yscale("log")

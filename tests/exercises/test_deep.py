@@ -1,0 +1,215 @@
+"""The checks of chapter 3: the solution earns all, the untouched version nothing, wrong answers less."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from memlab import nets
+from memlab.exercises import collect, deep, exercises, rate
+from memlab.meter import Meter
+from memlab.models import ConvConfig, model
+from memlab.techniques.checkpointing import by_torch, recompute
+from memlab.techniques.freezing import chain_units
+from memlab.techniques.freezing import saved_bytes as saved
+from tests.exercises import evidence, mutant, score, solution, untouched
+from tests.exercises.mutants_3 import CHAPTER, MUTANTS
+
+IDS = list(exercises(3))
+WRONG = [(exercise, name) for exercise, names in MUTANTS.items() for name in names]
+SLOW = {"3.1"}  # ResNet-152 on the meta device takes two seconds each time
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_chapter_is_worth_fifteen_points() -> None:
+    assert [exercises(3)[name].points for name in IDS] == [2, 1, 2, 4, 3, 3]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 20_261_130])
+@pytest.mark.parametrize("exercise", IDS)
+def test_the_solution_earns_everything(exercise: str, seed: int) -> None:
+    got = score(CHAPTER, exercise, solution(CHAPTER, exercise), seed)
+    assert (got.points, got.messages) == (exercises(3)[exercise].points, ())
+
+
+@pytest.mark.parametrize("exercise", IDS)
+def test_the_untouched_version_earns_nothing(exercise: str) -> None:
+    got = score(CHAPTER, exercise, untouched(CHAPTER, exercise))
+    assert got.points == 0
+    assert "not written yet" in got.messages[0]
+
+
+@pytest.mark.parametrize(("exercise", "name"), WRONG)
+def test_a_wrong_answer_earns_less_and_says_why(exercise: str, name: str) -> None:
+    source = mutant(CHAPTER, exercise, MUTANTS[exercise][name])
+    got = score(CHAPTER, exercise, source, 5)
+    assert got.points < exercises(3)[exercise].points
+    assert got.messages and all(len(line) > 20 for line in got.messages)
+
+
+@pytest.mark.parametrize("exercise", IDS)
+def test_there_are_three_to_ten_wrong_answers(exercise: str) -> None:
+    assert 3 <= len(MUTANTS[exercise]) <= 10
+
+
+@pytest.mark.parametrize(
+    ("exercise", "name", "points"),
+    [
+        ("3.2", "the article's formula: g + dL/dF", 0),
+        ("3.2", "the projection forgotten", 0.5),
+        ("3.3", "the skip has no effect", 1.5),
+        ("3.3", "a skip everywhere", 0),
+        ("3.4", "the plain step", 0),
+        ("3.4", "PyTorch's own", 0),
+        ("3.4", "the course's own", 0),
+        ("3.4", "the random state isn't restored", 3),
+        ("3.4", "the generator is left behind", 3.5),
+        ("3.4", "the graph of the first forward is kept", 0.5),
+        ("3.5", "the budget ignored", 2),
+        ("3.5", "every block a segment", 0),
+        ("3.6", "nothing checkpointed", 1),
+        ("3.6", "the whole model in one segment", 2),
+        ("3.6", "frozen layers keep nothing", 2),
+    ],
+)
+def test_what_is_right_in_a_wrong_answer_earns_its_part(exercise: str, name: str, points: float) -> None:
+    assert score(CHAPTER, exercise, mutant(CHAPTER, exercise, MUTANTS[exercise][name])).points == points
+
+
+def test_checks_pass_in_any_order_and_evidence_is_plain() -> None:
+    order = [name for name in IDS if name not in SLOW]
+    random.Random(3).shuffle(order)
+    for exercise in order:
+        found = evidence(CHAPTER, exercise, solution(CHAPTER, exercise), 7)
+        found = json.loads(json.dumps(found, allow_nan=False))
+        assert rate(exercises(3)[exercise], found).points == exercises(3)[exercise].points
+
+
+def test_evidence_of_the_wrong_form_earns_nothing() -> None:
+    for exercise in exercises(3).values():
+        assert rate(exercise, {}).points == 0
+        assert rate(exercise, {"seed": 0, "cases": [], "norms": {}, "unit": 1, "plans": {}}).points == 0
+
+
+def test_one_function_where_two_are_asked_for() -> None:
+    got = rate(exercises(3)["3.6"], collect(exercises(3)["3.6"], lambda *_: 1, 0))
+    assert got.points == 0
+    assert "run_repaired and saved_units" in got.messages[0]
+
+
+# -- what the checks hold to be right ---
+
+
+@pytest.mark.parametrize("name", ["resnet50", "resnet152"])
+@settings(max_examples=2, deadline=None)
+@given(batch=st.integers(2, 9), side=st.integers(1, 6))
+def test_the_closed_form_of_a_resnet_is_what_autograd_saves(name: str, batch: int, side: int) -> None:
+    config = model(name)
+    assert isinstance(config, ConvConfig)
+    net = nets.build(config, device="meta")
+    images = torch.empty(batch, 3, 32 * side, 32 * side, device="meta")
+    assert saved(lambda: net(images), net) == deep.resnet_saved_bytes(config.depths, batch, 32 * side)
+
+
+@given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
+def test_frozen_units_are_the_techniques_own(case: tuple[int, set[int]]) -> None:
+    layers, trained = case
+    assert deep.frozen_units(layers, trained) == chain_units(layers, trained)
+
+
+@pytest.mark.parametrize("trained", [[0, 1], [1, 2], [3, 4], [0, 4]])
+def test_frozen_units_are_what_a_chain_keeps_alive(trained: list[int]) -> None:
+    chain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(5)))
+    for i, layer in enumerate(chain):
+        layer.requires_grad_(i in trained)
+    x = torch.randn(64, 8)
+    assert saved(lambda: chain(x), chain) == deep.frozen_units(5, trained) * x.nbytes
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_uniform_segments_keep_to_the_budget(blocks: int, inside: int, extra: int) -> None:
+    plan = deep.uniform_segments(blocks, 1, inside, extra)
+    assert sum(plan) <= min(extra, blocks)
+    assert all(length > 0 for length in plan)
+
+
+def test_falling_segments_beat_equal_ones_and_earn_the_points() -> None:
+    """Inputs of segments die as the backward passes: earlier segments may be longer (sqrt(2 N) in all)."""
+    chain = deep._Chain(64, 0, 64)
+    blocks = deep._blocks(chain)
+    equal = deep._plan_peak(chain, blocks, deep.uniform_segments(64, 1, 1, 64))
+    assert deep._plan_peak(chain, blocks, list(range(11, 1, -1))[:9]) < equal
+
+
+# -- each check of bytes, and the twin that must fail it ---
+
+
+@pytest.mark.parametrize("checkpoint", [by_torch, recompute])
+def test_the_measured_bytes_tell_a_checkpoint_from_a_plain_step(checkpoint: object) -> None:
+    segments = deep._segments(0.0, 0)
+    x = torch.randn(deep._ROWS, deep._WIDTH)
+    assert callable(checkpoint)
+
+    def through(y: torch.Tensor) -> torch.Tensor:
+        for segment in segments:
+            y = checkpoint(segment, y)
+        return y
+
+    run, twin = deep._measured(segments, through, x), deep._measured(segments, nn.Sequential(*segments), x)
+    unit = x.nbytes
+    assert (run.kept, twin.kept) == ((deep._SEGMENTS + 1) * unit, (deep._SEGMENTS * deep._LAYERS + 1) * unit)
+    assert run.peak < 0.55 * twin.peak
+    assert run.calls == [2] * deep._SEGMENTS and twin.calls == [1] * deep._SEGMENTS
+    assert run.left == twin.left == 0
+    assert deep._difference(run.gradients, twin.gradients) == 0
+
+
+def test_what_a_measurement_leaves_alive_is_seen() -> None:
+    kept: list[torch.Tensor] = []
+
+    def hoards(y: torch.Tensor) -> torch.Tensor:
+        for segment in segments:
+            y = segment(y)
+            kept.append(y)
+        return y
+
+    segments = deep._segments(0.0, 0)
+    run = deep._measured(segments, hoards, torch.randn(deep._ROWS, deep._WIDTH))
+    assert run.left == deep._SEGMENTS * deep._ROWS * deep._WIDTH * 4
+
+
+@pytest.mark.parametrize(("plan", "fits"), [([8] * 7, True), ([], False), ([1] * 64, False), ([64], False)])
+def test_segments_of_one_and_of_all_are_no_better_than_none(plan: list[int], fits: bool) -> None:
+    chain = deep._Chain(64, 0, 64)
+    blocks = deep._blocks(chain)
+    best = min(deep._plan_peak(chain, blocks, p) for p in deep._candidates(chain))
+    assert (deep._plan_peak(chain, blocks, plan) <= 1.1 * best) is fits
+
+
+def test_the_whole_model_in_one_segment_misses_a_quarter_of_the_peak() -> None:
+    blocks = deep._transformer(0)
+    x = torch.randn(deep._BATCH_6, deep._TOKENS_6, deep._HIDDEN_6)
+    plain = deep._measured(blocks, nn.Sequential(*blocks), x).peak
+    whole = deep._measured(blocks, lambda y: by_torch(nn.Sequential(*blocks), y), x).peak
+    assert whole > 0.9 * plain
+
+
+def test_the_meter_sees_no_memory_of_a_random_state() -> None:
+    with Meter() as meter:
+        state = torch.get_rng_state()
+        assert meter.live_bytes <= state.nbytes
