@@ -830,8 +830,9 @@ def _wrong_2_4(
 def _cards_2_5(seed: int) -> list[tuple[int, int, int]]:
     """(parameters, bytes per parameter, bytes of a card); the last one fills its cards exactly."""
     rng = _random("2.5 cards", seed)
-    card = rng.choice((24, 40, 48, 80)) * GB
-    cases = [(rng.randrange(10**9, 10**12), rng.choice((6, 8, 16, 18)), card) for _ in range(4)]
+    sizes = rng.sample((24, 40, 48, 80), 4)  # each once: no seed asks for one size of card alone
+    cases = [(rng.randrange(10**10, 10**12), rng.choice((6, 8, 16, 18)), size * GB) for size in sizes]
+    card = 24 * GB
     cases.append((rng.randrange(10**9, 10**11), 16, 85_198_045_184))
     return [*cases, (rng.randrange(3, 90) * card // 16, 16, card)]
 

@@ -112,6 +112,13 @@ def test_each_mistake_loses_points_and_is_told_what_to_do(exercise: str, mistake
         assert messages and all(message for message in messages)
 
 
+@pytest.mark.parametrize("exercise", ["2.1", "2.4", "2.5"])
+def test_no_seed_lets_a_mistake_pass(exercise: str) -> None:
+    for seed in range(1000, 1060):
+        for mistake, source in MUTANTS[exercise].items():
+            assert points(exercise, source, seed)[0] < exercises("2")[exercise].points, (mistake, seed)
+
+
 def test_a_mistake_keeps_the_points_of_what_is_right() -> None:
     assert points("2.1", MUTANTS["2.1"]["only one Adam moment"])[0] == 0.25  # SGD and momentum
     assert points("2.1", MUTANTS["2.1"]["autocast halves everything"])[0] == 1
