@@ -432,6 +432,71 @@ def _segments_view(now: Choices, before: Choices | None = None) -> View:
     return View(finding, header, tuple(rows), note, figure)
 
 
+# -- chapter 4: what each stage of ZeRO leaves ---
+
+#: Bytes per parameter of (parameters, gradients, optimizer_states).
+_STATES = (("16 bit, fp32 master: 2 + 2 + 12", (2, 2, 12)), ("fp32 or autocast: 4 + 4 + 8", (4, 4, 8)))
+_STAGES = ("none", "stage 1", "stage 2", "stage 3")
+
+
+def zero_stages(model: str = "llama2-70b", gpu: str = "A100-80GB", ranks: int = 8) -> Explorer:
+    """What parameters, gradients and AdamW's states take on each of N ranks, by stage of ZeRO, closed form.
+
+    Raises ValueError for a model or a card that isn't known, or for less than one rank.
+    """
+    config, card = models.model(model), hardware.gpu(gpu)
+    if ranks < 1:
+        raise ValueError(f"a world has at least one rank, not {ranks}")
+    counts = sorted({ranks, *(2**i for i in range(11))})
+    controls = [
+        Control("model", "Model", _names(tuple(models.MODELS))),
+        Control("gpu", "Card", _names(tuple(hardware.GPUS))),
+        Control("ranks", "Ranks", tuple((f"{n:,}", n) for n in counts)),
+        Control("each", "Training", _STATES),
+    ]
+    start = {"model": config.name, "gpu": card.name, "ranks": ranks, "each": _STATES[0][1]}
+    return Explorer(_stages_view, controls, start)
+
+
+def _stage_bytes(parameters: int, ranks: int, stage: int, each: tuple[int, int, int]) -> dict[str, int]:
+    first_sharded = {"parameters": 3, "gradients": 2, "optimizer_states": 1}
+    return {
+        name: -(-parameters * size // (ranks if stage >= first else 1))
+        for (name, first), size in zip(first_sharded.items(), each, strict=True)
+    }
+
+
+def _stages_view(now: Choices, before: Choices | None = None) -> View:
+    config, card = models.model(now["model"]), hardware.gpu(now["gpu"])
+    count, ranks, each = config.parameter_count, now["ranks"], now["each"]
+    held = {name: _stage_bytes(count, ranks, stage, each) for stage, name in enumerate(_STAGES)}
+    totals = {name: sum(row.values()) for name, row in held.items()}
+    fitting = [name for name in _STAGES if totals[name] <= card.memory_bytes]
+    cards = f"{ranks:,} {card.name}"
+    finding = f"{config.name}, {cards}: no stage's states fit"
+    if fitting:
+        finding = f"{config.name}, {cards}: {fitting[0]} leaves room beside the states"
+        if fitting[0] == "none":
+            finding = f"{config.name}, {cards}: the states fit without sharding"
+    rows = tuple(
+        (name, *(units.format_bytes(size) for size in row.values()), units.format_bytes(totals[name]),
+         f"{totals[name] / totals['none']:.1%}")
+        for name, row in held.items()
+    )  # fmt: skip
+    least = -(-count * sum(each) // card.memory_bytes)
+    note = (
+        "States only: activations, gathered layers and buffers come on top. "
+        f"Stage 3 needs at least {least:,} {card.name} for them."
+    )
+    if before is not None:
+        was = sum(_stage_bytes(models.model(before["model"]).parameter_count, before["ranks"], 3,
+                               before["each"]).values())  # fmt: skip
+        note = f"Stage 3: {units.format_bytes(was)} → {units.format_bytes(totals['stage 3'])} a rank. {note}"
+    figure = plots.consumers(held, capacity=card.memory_bytes, title=finding, what="states of one rank")
+    header = ("ZeRO", *(plots.word(name) for name in held["none"]), "all", "of unsharded")
+    return View(finding, header, rows, note, figure)
+
+
 # -- chapter 5: the largest micro-batch ---
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -14,6 +14,7 @@ import gc
 import math
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -826,8 +827,10 @@ def run_ranks(function: Callable[[Comm], Any], world_size: int = 2, wait: float 
             barrier.abort()
         else:
             finished.append(rank)
-            if barrier.n_waiting:
-                barrier.abort()
+            while len(finished) + len(failures) < world_size:  # whoever waits now would wait for ever
+                if barrier.n_waiting:
+                    barrier.abort()
+                time.sleep(0.002)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:
