@@ -63,8 +63,8 @@ def table(header, *rows):
 # **Does the step fit? If it doesn't: how many layers deep does it get?**
 
 # %% id="fails-run"
-DEPTH, WIDTH = 64, 128
-batch = lab.pick(smallest=512, normal=2_048)
+DEPTH = 64
+WIDTH, batch = lab.pick(smallest=(64, 1_024), normal=(128, 2_048))
 unit = batch * WIDTH * 4  # bytes of one activation, fp32
 weights = DEPTH * (WIDTH * WIDTH + WIDTH) * 4
 budget = 2 * weights + 20 * unit
@@ -187,12 +187,12 @@ products = sum(isinstance(module, nn.Linear) for module in block.modules())
 print(f"one BERT block: {found[1] - found[0]} storages for {products} linear layers")
 
 resnet = models.model("resnet152")
-in_resnet = kept_by(resnet, micro_batch=2)
+in_resnet = kept_by(resnet, micro_batch=32)
 print(f"ResNet-152: {len(in_resnet) - 1} storages for 152 layers, and the logits")
 
 # %% [markdown] id="storages-read" claims="C3-03 C3-04"
-# "100 layers, 100 tensors" is exact for a plain chain and for nothing else. So before a depth means anything, ask what was
-# counted as a layer. Here are famous depths, and what is in each network:
+# "100 layers, 100 tensors" is exact for a plain chain and for nothing else. So before a depth means anything, ask
+# what was counted as a layer. Here are famous depths, and what is in each network:
 
 # %% id="famous-run" claims="C3-03 C3-04"
 famous = (
@@ -211,12 +211,12 @@ assert {row[0]: row[3] for row in rows}["ResNet-152"] == 152
 
 # %% [markdown] id="famous-read"
 # AlexNet, VGG and ResNet count layers with weights (the four projections on ResNet's shortcuts left out). The
-# transformers count **blocks**, with four to six matrices in each: GPT-3's 96 are 384 matrices and an output layer. LeNet's 7
-# include two pooling layers that had a few trainable numbers then. DenseNet's paper says 264 where its own rule of
-# counting, exact for its three smaller models, gives 265; the year is that of the preprint.
+# transformers count **blocks**, with four to six matrices in each: GPT-3's 96 are 384 matrices and an output layer.
+# LeNet's 7 include two pooling layers that had a few trainable numbers then. DenseNet's paper says 264 where its own
+# rule of counting, exact for its three smaller models, gives 265; the year is that of the preprint.
 #
-# A number of layers isn't a size, then. The bytes are, and counting them costs nothing: on the **meta device** tensors have
-# shapes and no storage, and autograd saves them as always.
+# A number of layers isn't a size, then. The bytes are, and counting them costs nothing: on the **meta device**
+# tensors have shapes and no storage, and autograd saves them as always.
 
 # %% id="meta-run"
 images = torch.empty(32, 3, 224, 224, device="meta")
@@ -265,13 +265,12 @@ def count(model, images):
 memlab.check("3.1", count)
 
 # %% id="resnet-run" claims="C3-07 C3-08"
-per_image = 2  # what kept_by() traced above
 stages = {}
 for block in in_resnet:
     stage = ".".join(block.module.split(".")[:2]) if block.module.startswith("stages") else block.module.split(".")[0] or "batch"
-    stages[stage] = stages.get(stage, 0) + block.bytes * 32 // per_image
+    stages[stage] = stages.get(stage, 0) + block.bytes
 table(("part of ResNet-152, 32 images", "kept"), *((k, format_bytes(v)) for k, v in stages.items()))
-whole = sum(stages.values())
+whole = sum(stages.values()) - stages["fc"]  # the logits are alive, but nobody saves them
 print(f"\n{format_gb(whole)}: {whole / 32 / 1e6:.0f} MB an image, {whole / 32 / 152 / 1e6:.2f} MB a layer; 152 x 32 x 1 MB = {format_gb(152 * 32 * 10**6)}")
 
 states = {4: "weights", 8: "and gradients", 16: "and Adam's moments"}
@@ -279,12 +278,12 @@ for size_of, what in states.items():
     print(f"{what:20} {format_gb(size_of * resnet.parameter_count)}")
 step = memlab.compute("resnet152", memlab.Recipe(precision="fp32", micro_batch=32))
 print(f"peak of an AdamW step by the closed form: {format_gb(step.peak_bytes)}, in {step.peak_phase}")
-assert abs(whole / 5.68e9 - 1) < 0.01
+assert format_gb(whole) == "5.68 GB"
 
 # %% [markdown] id="resnet-read"
-# The estimate was a lucky one: 1.17 MB a layer, and states that really are 0.24, 0.24 and 0.48 GB. Two things to note. The
-# early stages have the pixels, the third has the layers: both cost. And states and activations are never all alive at
-# once, so the peak isn't their sum (chapter 2).
+# The estimate was a lucky one: 1.17 MB a layer, and states that really are 0.24, 0.24 and 0.48 GB. Two things to
+# note. The early stages have the pixels, the third has the layers: both cost. And states and activations are never
+# all alive at once, so the peak isn't their sum (chapter 2).
 
 # %% id="depth-verdicts" claims="C0-06 C0-15 C3-01 C3-03 C3-04 C3-05 C3-06 C3-07 C3-08"
 published.verdicts("C0-15", "C0-06", "C3-01", "C3-03", "C3-04", "C3-05", "C3-06", "C3-07", "C3-08")
@@ -297,8 +296,8 @@ published.verdicts("C0-15", "C0-06", "C3-01", "C3-03", "C3-04", "C3-05", "C3-06"
 #
 # $$\frac{\partial L}{\partial h_0} = J_1^T J_2^T \cdots J_n^T \, \frac{\partial L}{\partial h_n}.$$
 #
-# People say: it vanishes if the factors are less than 1, it explodes if they are more. But the factors are matrices. **Can a
-# product of matrices of norm 5 each vanish?**
+# People say: it vanishes if the factors are less than 1, it explodes if they are more. But the factors are matrices.
+# **Can a product of matrices of norm 5 each vanish?**
 
 # %% id="norm-run" claims="C3-10"
 A = torch.tensor([[0.1, 5.0], [0.0, 0.1]], dtype=torch.float64)  # stretches one direction fiftyfold, and shrinks it next time
@@ -307,12 +306,13 @@ for n in (1, 2, 10, 50):
     print(f"{n:>2} factors of norm {torch.linalg.matrix_norm(A, 2):.1f}: |gradient| = {(torch.linalg.matrix_power(A.T, n) @ g).norm():.1e}")
 
 # %% [markdown] id="norm-read" claims="C3-11 C3-12"
-# It can. A largest singular value below 1 in **every** factor is enough to vanish; one above 1 is no proof that it explodes.
-# What matters is what the factors do one after the other, and that is set by initialisation, activation and norms.
+# It can. A largest singular value below 1 in **every** factor is enough to vanish; one above 1 is no proof that it
+# explodes. What matters is what the factors do one after the other, and that is set by initialisation, activation and
+# norms.
 #
-# A **residual block** adds its input: $y = x + F(x)$, which needs equal shapes, or a projection: $y = Px + F(x)$. The story
-# goes that the gradient is then $\partial L/\partial y + \partial L/\partial F$. **What is $\partial L/\partial F$ for $y = x + F$? What would that
-# sum be?**
+# A **residual block** adds its input: $y = x + F(x)$, which needs equal shapes, or a projection: $y = Px + F(x)$. The
+# story goes that the gradient is then $\partial L/\partial y + \partial L/\partial F$. **What is $\partial L/\partial
+# F$ for $y = x + F$? What would that sum be?**
 #
 # ### Exercise 3.2 (1 point)
 #
@@ -350,8 +350,8 @@ print(f"(I + J^T) g:     off by {(residual.residual_gradient(branch, x, g) - tru
 published.verdicts("C3-10", "C3-11", "C3-12")
 
 # %% [markdown] id="vanish" claims="C3-09 C3-13 C0-07"
-# The sum would be $2g$ whatever the block computes: it can't be right. With $(I + J^T)g$ the gradient has one path that no layer
-# touches, and a second through the layer. That is what keeps it alive.
+# The sum would be $2g$ whatever the block computes: it can't be right. With $(I + J^T)g$ the gradient has one path
+# that no layer touches, and a second through the layer. That is what keeps it alive.
 #
 # But is the skip **the** cure? To find out, change one thing at a time.
 #
@@ -395,8 +395,8 @@ def input_grad_norm(depth, skip, norm, init, width=64, batch=64):
 memlab.check("3.3", input_grad_norm)
 
 # %% [markdown] id="norms-text"
-# **Fifty layers, and a gradient of norm 64 at the output. Guess the norm at the input: nothing special; Xavier initialisation;
-# LayerNorm; BatchNorm; a skip.**
+# **Fifty layers, and a gradient of norm 64 at the output. Guess the norm at the input: nothing special; Xavier
+# initialisation; LayerNorm; BatchNorm; a skip.**
 
 # %% id="norms-run" claims="C0-07 C3-09 C3-13"
 setups = {
@@ -423,10 +423,11 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown] id="norms-read" claims="C3-02 C3-13"
-# The skip brings back thirteen powers of ten. So do a better initialisation and either norm, **without** a skip. Only with
-# PyTorch's default weights (variance $1/(3h)$, a factor of $1/\sqrt 3$ per layer) does the skip deserve all the credit. He
-# et al. say so in the ResNet paper: their plain networks had batch norm and healthy gradients. Their problem was another
-# one, **degradation**: a deeper plain network reaches a *higher training* loss. See whether you get that, too:
+# The skip brings back thirteen powers of ten. So do a better initialisation and either norm, **without** a skip. Only
+# with PyTorch's default weights (variance $1/(3h)$, a factor of $1/\sqrt 3$ per layer) does the skip deserve all the
+# credit. He et al. say so in the ResNet paper: their plain networks had batch norm and healthy gradients. Their
+# problem was another one, **degradation**: a deeper plain network reaches a *higher training* loss. See whether you
+# get that, too:
 
 # %% id="degrade-run" claims="C3-02 C3-13"
 def training_loss(depth, skip, scale, steps):
@@ -460,13 +461,14 @@ for depth, skip, scale in ((8, False, 1.0), (40, False, 1.0), (40, False, 0.1), 
 table(("", f"training loss after {steps} steps"), *rows)
 
 # %% [markdown] id="degrade-read"
-# The plain network of 40 layers *contains* the one of 8 (the other 32 would only have to pass their input on) and trains
-# far worse, at an init made for ReLU. With skips, doing nothing is what a layer starts from (here by weights a tenth as large, which
-# ruin the plain network: no comparison hides that). So: skips make deep networks **easy to optimise**; the vanishing is
-# cured by several things. In the first ResNet a ReLU after the sum is still in the way, later ones keep the path clear.
+# The plain network of 40 layers *contains* the one of 8 (the other 32 would only have to pass their input on) and
+# trains far worse, at an init made for ReLU. With skips, doing nothing is what a layer starts from (here by weights a
+# tenth as large, which ruin the plain network: no comparison hides that). So: skips make deep networks **easy to
+# optimise**; the vanishing is cured by several things. In the first ResNet a ReLU after the sum is still in the way,
+# later ones keep the path clear.
 #
-# **And in memory, what does a skip cost?** tanh and ReLU keep their output, which is the next layer's input: one tensor. With a
-# skip, output and next input are two:
+# **And in memory, what does a skip cost?** tanh and ReLU keep their output, which is the next layer's input: one
+# tensor. With a skip, output and next input are two:
 
 # %% id="skip-units" claims="C3-11 C3-13"
 for skip in (False, True):
@@ -479,9 +481,9 @@ published.verdicts("C0-07", "C3-02", "C3-09", "C3-13")
 # %% [markdown] id="forget" claims="C3-14"
 # ## 3.3 Forget and recompute
 #
-# Back to the bytes. A saved activation is a *cached result*: it can be computed again from the layer's input. **Activation
-# checkpointing** keeps the input of a segment of layers, forgets everything inside, and when the backward arrives,
-# runs the segment a second time, with a graph, just before it is needed.
+# Back to the bytes. A saved activation is a *cached result*: it can be computed again from the layer's input.
+# **Activation checkpointing** keeps the input of a segment of layers, forgets everything inside, and when the
+# backward arrives, runs the segment a second time, with a graph, just before it is needed.
 #
 # ```
 # forward     x ──[ segment 1 ]── a ──[ segment 2 ]── b ──[ segment 3 ]── y       kept: x, a, b
@@ -490,8 +492,8 @@ published.verdicts("C0-07", "C3-02", "C3-09", "C3-13")
 #           x ──[ again ]── a                                          → gradients, then forget
 # ```
 #
-# Look at which input each one starts from: segment 2 from `a`, the **output of segment 1**. A picture in which a segment is
-# recomputed from its own output is off by one: from there, there is nothing left to compute.
+# Look at which input each one starts from: segment 2 from `a`, the **output of segment 1**. A picture in which a
+# segment is recomputed from its own output is off by one: from there, there is nothing left to compute.
 #
 # ### How to write it
 #
@@ -577,9 +579,9 @@ def my_checkpoint(module, x):
 memlab.check("3.4", my_checkpoint)
 
 # %% [markdown] id="over-time-text"
-# Now the same on the opening step. `memlab.techniques.checkpointing` has `run(layers, x, every=k)`, which wraps each `k`
-# layers into one `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`. **Segments of 8: sketch live bytes over the
-# step before you look.**
+# Now the same on the opening step. `memlab.techniques.checkpointing` has `run(layers, x, every=k)`, which wraps each
+# `k` layers into one `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`. **Segments of 8: sketch live
+# bytes over the step before you look.**
 
 # %% id="over-time-run" claims="C3-14"
 def in_segments(every):
@@ -598,8 +600,8 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown] id="over-time-read"
-# The plain step is one mountain. With checkpointing the forward rises by one input per segment, and the backward has eight
-# small hills, each a segment recomputed, used and forgotten. The step is longer, and it is under the budget.
+# The plain step is one mountain. With checkpointing the forward rises by one input per segment, and the backward has
+# eight small hills, each a segment recomputed, used and forgotten. The step is longer, and it is under the budget.
 #
 # ### The price
 #
@@ -626,9 +628,9 @@ for label, order in (("Linear, ReLU", (linear, nn.ReLU)), ("ReLU, Linear", (nn.R
 most = DEPTH / (3 * DEPTH)
 
 # %% [markdown] id="price-read" claims="C3-15"
-# At most one more forward, a third of forward + backward: the "30% more time" that people quote comes from here. It may be a
-# little less, because PyTorch stops a recomputation as soon as it has the last tensor that the backward needs. Where a segment ends
-# in a Linear, its product isn't one of them, and 64 + 56 = 120 forwards are enough.
+# At most one more forward, a third of forward + backward: the "30% more time" that people quote comes from here. It
+# may be a little less, because PyTorch stops a recomputation as soon as it has the last tensor that the backward
+# needs. Where a segment ends in a Linear, its product isn't one of them, and 64 + 56 = 120 forwards are enough.
 #
 # Where does each recomputation start? Ask the layers:
 
@@ -676,8 +678,9 @@ for label, wrap in (("plain", lambda module, x: module(x)), ("checkpointed", che
     print(f"BatchNorm, {label}: batches counted: {norm.num_batches_tracked}, mean of running_mean {norm.running_mean.mean():.4f}")
 
 # %% [markdown] id="equal-read"
-# Gradients are equal to the bit, dropout included, if the random state is restored. What a forward *changes* is changed twice:
-# BatchNorm's running statistics move two steps instead of one. (For one batch the gradients don't notice, evaluation does.)
+# Gradients are equal to the bit, dropout included, if the random state is restored. What a forward *changes* is
+# changed twice: BatchNorm's running statistics move two steps instead of one. (For one batch the gradients don't
+# notice, evaluation does.)
 #
 # ## 3.4 How long a segment?
 #
@@ -709,14 +712,16 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown] id="u-read" claims="C3-16"
-# A U. With segments of $k$ of the $N$ layers the forward keeps $N/k$ inputs, and the backward holds what **one** segment saves:
+# A U. With segments of $k$ of the $N$ layers the forward keeps $N/k$ inputs, and the backward holds what **one**
+# segment saves:
 #
 # $$\text{peak} \approx \frac{N}{k}\cdot\text{boundary} + k\cdot\text{inside}$$
 #
-# *boundary* is what enters a layer, *inside* what a layer saves. What is left to explain has names, two in every row: the
-# output, which a variable of the training loop still holds, and the gradient on its way down. For Linear + ReLU both are one unit and the best
-# is $k = \sqrt N$: $2\sqrt N$ instead of $N$. Both ends of the U are useless, for opposite reasons: with $k = 1$ the inputs
-# *are* the activations, with $k = N$ one segment is recomputed **with everything saved**.
+# *boundary* is what enters a layer, *inside* what a layer saves. What is left to explain has names, two in every row:
+# the output, which a variable of the training loop still holds, and the gradient on its way down. For Linear + ReLU
+# both are one unit and the best is $k = \sqrt N$: $2\sqrt N$ instead of $N$. Both ends of the U are useless, for
+# opposite reasons: with $k = 1$ the inputs *are* the activations, with $k = N$ one segment is recomputed **with
+# everything saved**.
 #
 # That is the whole secret of $O(\sqrt N)$: it is a choice of segments, not a property of checkpointing.
 #
@@ -784,8 +789,8 @@ for label, segments in (
     print(f"{label:36} {live_units(trace):5.1f} units, {sum(segments)} layers in segments")
 
 # %% [markdown] id="blocks-text" claims="C3-16 C3-22"
-# The last segment is free to be plain: the same peak for less arithmetic. And falling lengths hold less than equal ones, for many
-# layers about $\sqrt{2N}$ inputs and insides instead of $2\sqrt N$.
+# The last segment is free to be plain: the same peak for less arithmetic. And falling lengths hold less than equal
+# ones, for many layers about $\sqrt{2N}$ inputs and insides instead of $2\sqrt N$.
 #
 # Now a block that saves much. **12 transformer blocks: what is the best segment?**
 
@@ -828,8 +833,9 @@ for k, nbytes in by_length.items():
 assert by_length[1] == min(by_length.values()) < 0.25 * plain_blocks and by_length[12] > 0.95 * plain_blocks
 
 # %% [markdown] id="blocks-read" claims="C3-22"
-# One block a segment. It stays $O(N)$, strictly speaking, with one small tensor per block instead of twenty: for a transformer the
-# constant is what you want, and this is what "activation checkpointing" means in every training library. $\sqrt{N\cdot\text{boundary}/\text{inside}}$ is below 1 here.
+# One block a segment. It stays $O(N)$, strictly speaking, with one small tensor per block instead of twenty: for a
+# transformer the constant is what you want, and this is what "activation checkpointing" means in every training
+# library. $\sqrt{N\cdot\text{boundary}/\text{inside}}$ is below 1 here.
 #
 # ## 3.5 A snippet that saves nothing
 #
@@ -839,8 +845,8 @@ assert by_length[1] == min(by_length.values()) < 0.25 * plain_blocks and by_leng
 # output = checkpoint(model, x)
 # ```
 #
-# The memory at the end of the forward is small indeed: one input. **At the peak, 12 blocks a segment is the plain step.** And as it
-# stands, the line does worse than save nothing:
+# The memory at the end of the forward is small indeed: one input. **At the peak, 12 blocks a segment is the plain
+# step.** And as it stands, the line does worse than save nothing:
 
 # %% id="snippet-run" claims="C3-21"
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -858,15 +864,16 @@ except RuntimeError as error:
 assert caught and not output.requires_grad
 
 # %% [markdown] id="snippet-read" claims="C3-21"
-# The default is still the old, *reentrant* form. It is a `Function` like yours, but it hands over its arguments only, and not
-# the weights. A batch needs no gradient, so the output needs none, so there is nothing to go backward through. Had the input needed one, no
-# error would have come: that is how this line survives in tutorials. The form to use is `use_reentrant=False`, which finds the weights by itself.
+# The default is still the old, *reentrant* form. It is a `Function` like yours, but it hands over its arguments only,
+# and not the weights. A batch needs no gradient, so the output needs none, so there is nothing to go backward
+# through. Had the input needed one, no error would have come: that is how this line survives in tutorials. The form
+# to use is `use_reentrant=False`, which finds the weights by itself.
 #
 # ## 3.6 Freezing: which layers?
 #
-# Another way to save is not to train everything: start shallow, freeze, add layers, thaw. **In a chain of five
-# Linear + ReLU you train the first two layers and freeze the other three. How many activations are saved? And if you train the
-# last two?** Think about what a gradient must pass to reach a layer:
+# Another way to save is not to train everything: start shallow, freeze, add layers, thaw. **In a chain of five Linear
+# + ReLU you train the first two layers and freeze the other three. How many activations are saved? And if you train
+# the last two?** Think about what a gradient must pass to reach a layer:
 #
 # * A Linear keeps its input if its weight trains. A frozen Linear keeps nothing: for $W^T g$ it needs no activation.
 # * A ReLU keeps its output if a gradient passes it.
@@ -876,8 +883,9 @@ assert caught and not output.requires_grad
 #
 # ### Exercise 3.6 (3 points)
 #
-# Repair the snippet (`run_repaired`, by measured bytes: a peak below 25% of the plain one for transformer blocks, no warning, equal gradients, a
-# batch that needs no gradient), and write the count for frozen chains. Here you may use PyTorch's `checkpoint`.
+# Repair the snippet (`run_repaired`, by measured bytes: a peak below 25% of the plain one for transformer blocks, no
+# warning, equal gradients, a batch that needs no gradient), and write the count for frozen chains. Here you may use
+# PyTorch's `checkpoint`.
 
 # %% id="ex-3-6" exercise="3.6"
 import torch
@@ -929,13 +937,15 @@ for label, trained in (("all", range(5)), ("{0, 1}", {0, 1}), ("{1, 2}", {1, 2})
 table(("trained", "Linear + ReLU, units", "blocks, units", "by the closed form", "states, B/param"), *rows)
 
 # %% [markdown] id="frozen-read" claims="C3-17 C3-18 C3-19 C3-20"
-# Freezing the deep layers and training the shallow ones saves **no** activation of a chain, and a fifth of a transformer's: a frozen block
-# on the way still keeps what its norms, its attention and its GELU need. Freeze the **bottom**, and the activations below
-# are gone. What freezing always saves are gradients and Adam's moments, 12 of 16 bytes per frozen parameter.
+# Freezing the deep layers and training the shallow ones saves **no** activation of a chain, and a fifth of a
+# transformer's: a frozen block on the way still keeps what its norms, its attention and its GELU need. Freeze the
+# **bottom**, and the activations below are gone. What freezing always saves are gradients and Adam's moments, 12 of
+# 16 bytes per frozen parameter.
 #
-# "Progressive training" in the literature stacks *new top layers* on trained ones. It saves time in the early stages. Its last
-# stage trains everything, with the memory of the full model: it never was a cure for running out of it. A picture of such stages in circulation has another
-# flaw, to be found by counting: its second stage trains two of five layers, just as its first.
+# "Progressive training" in the literature stacks *new top layers* on trained ones. It saves time in the early stages.
+# Its last stage trains everything, with the memory of the full model: it never was a cure for running out of it. A
+# picture of such stages in circulation has another flaw, to be found by counting: its second stage trains two of five
+# layers, just as its first.
 
 # %% id="deep-verdicts" claims="C3-14 C3-15 C3-16 C3-17 C3-18 C3-19 C3-20 C3-21 C3-22"
 published.verdicts("C3-14", "C3-15", "C3-16", "C3-21", "C3-22", "C3-17", "C3-18", "C3-19", "C3-20")
@@ -943,9 +953,9 @@ published.verdicts("C3-14", "C3-15", "C3-16", "C3-21", "C3-22", "C3-17", "C3-18"
 # %% [markdown] id="size-text"
 # ## 3.7 At size
 #
-# **Llama-2-7B, everything in bf16 with fused AdamW, 4 sequences of 4,096 tokens, on an A100 with 80 GB. Does it fit, and with
-# which checkpointing?** Selective recomputation is a third way: keep the outputs of the matrix products, dear to compute,
-# and recompute what is cheap between them.
+# **Llama-2-7B, everything in bf16 with fused AdamW, 4 sequences of 4,096 tokens, on an A100 with 80 GB. Does it fit,
+# and with which checkpointing?** Selective recomputation is a third way: keep the outputs of the matrix products,
+# dear to compute, and recompute what is cheap between them.
 
 # %% id="size-run" claims="C3-16"
 a100 = hardware.gpu("A100-80GB")
@@ -956,7 +966,8 @@ found = {label: memlab.compute(llama, base.replace(checkpointing=way), a100) for
 plots.consumers(found, capacity=a100.memory_bytes, title="Llama-2-7B, 4 x 4,096 tokens: in segments of a few blocks it fits")
 
 # %% [markdown] id="size-trace"
-# Closed forms are claims. The trace of the real step on a virtual card is the check, here for two and four of the 32 blocks.
+# Closed forms are claims. The trace of the real step on a virtual card is the check, here for two and four of the 32
+# blocks.
 
 # %% id="size-trace-run"
 small = lab.pick(smallest=(1, 2), normal=(2, 4))
@@ -973,8 +984,8 @@ for way in ("none", "full"):
     assert abs(gap - workspace) < 1024
 
 # %% [markdown] id="explorer"
-# Which segment is best for *your* model? Two questions to take along: for which model is one block a segment *not* the best?
-# And when does the length of a segment stop mattering, because the peak is in another phase?
+# Which segment is best for *your* model? Two questions to take along: for which model is one block a segment *not*
+# the best? And when does the length of a segment stop mattering, because the peak is in another phase?
 
 # %% id="explorer-run"
 widgets.checkpoint_segments("llama2-7b", "A100-80GB")
@@ -982,8 +993,9 @@ widgets.checkpoint_segments("llama2-7b", "A100-80GB")
 # %% [markdown] id="published-text"
 # ### Real cards
 #
-# Published figures, none of them measured by this course. The LOMO paper states the activations of a LLaMA-7B step without checkpointing,
-# Chen et al. planned a ResNet of 1,000 layers with and without, and Hugging Face read a BERT-large step off `nvidia-smi`.
+# Published figures, none of them measured by this course. The LOMO paper states the activations of a LLaMA-7B step
+# without checkpointing, Chen et al. planned a ResNet of 1,000 layers with and without, and Hugging Face read a
+# BERT-large step off `nvidia-smi`.
 
 # %% id="published-run" claims="C3-16"
 rows = {row["id"]: row for row in published.measurements()}
@@ -1048,27 +1060,33 @@ plots.timeline(fitted, budget=budget)
 # %% [markdown] id="written-question"
 # ### Exercise 3.7, in writing (3 points, graded by hand)
 #
-# A colleague trains 96 equal blocks. Each saves 1 GiB for its backward, what enters a block is 64 MiB, and 12 GiB are left for
-# activations. They wrote `checkpoint(model, x, use_reentrant=False)`, saw memory drop at the end of the forward, and ran out in
-# the backward. Then they read about $\sqrt N$ and took segments of 10 blocks. It fits, barely, and they ask you whether there is more to gain, and what it does to their training, which has dropout and BatchNorm.
+# A colleague trains 96 equal blocks. Each saves 1 GiB for its backward, what enters a block is 64 MiB, and 12 GiB are
+# left for activations. They wrote `checkpoint(model, x, use_reentrant=False)`, saw memory drop at the end of the
+# forward, and ran out in the backward. Then they read about $\sqrt N$ and took segments of 10 blocks. It fits,
+# barely, and they ask you whether there is more to gain, and what it does to their training, which has dropout and
+# BatchNorm.
 #
-# Answer in five to ten sentences. 1. Why did the first attempt fail, in GiB? 2. What do segments of 10 hold at the peak, which length is
-# best, and why isn't it 10? 3. What does it cost in arithmetic, and what changes in the results?
+# Answer in five to ten sentences. 1. Why did the first attempt fail, in GiB? 2. What do segments of 10 hold at the
+# peak, which length is best, and why isn't it 10? 3. What does it cost in arithmetic, and what changes in the
+# results?
 #
-# *One point for each: (1) the recomputation of the whole model with everything saved, with the number; (2) both numbers, by N/k x boundary + k x inside;
-# (3) at most one more forward, a third of forward + backward, equal gradients with dropout, BatchNorm's statistics twice. Half a point where the reason is missing.*
+# *One point for each: (1) the recomputation of the whole model with everything saved, with the number; (2) both
+# numbers, by N/k x boundary + k x inside; (3) at most one more forward, a third of forward + backward, equal
+# gradients with dropout, BatchNorm's statistics twice. Half a point where the reason is missing.*
 
 # %% [markdown] id="written-3-7" manual="3.7" points=3
-# (1) At the end of the forward only the model's input was kept. But the backward began by running the whole model again with
-# everything saved: 96 blocks of 1 GiB are 96 GiB, the same as without checkpointing.
+# (1) At the end of the forward only the model's input was kept. But the backward began by running the whole model
+# again with everything saved: 96 blocks of 1 GiB are 96 GiB, the same as without checkpointing.
 #
-# (2) Segments of 10 hold 10 inputs of 64 MiB and one segment of 10 GiB: 10.6 GiB. The $\sqrt N$ rule is for layers whose inside is as
-# large as their input. Here the inside is 16 times the boundary, and the best length is near $\sqrt{96/16} \approx 2.4$: segments of 2 hold 48
-# inputs, 3 GiB, and 2 GiB inside: 5 GiB, and so do segments of 3. The last segment may run plain.
+# (2) Segments of 10 hold 10 inputs of 64 MiB and one segment of 10 GiB: 10.6 GiB. The $\sqrt N$ rule is for layers
+# whose inside is as large as their input. Here the inside is 16 times the boundary, and the best length is near
+# $\sqrt{96/16} \approx 2.4$: segments of 2 hold 48 inputs, 3 GiB, and 2 GiB inside: 5 GiB, and so do segments of 3.
+# The last segment may run plain.
 #
-# (3) Each block in a segment runs forward once more, whatever the length: at most a third more arithmetic of forward + backward. Gradients are
-# equal to the bit, with dropout too, since the random state is restored. BatchNorm's running statistics are updated twice per step,
-# which changes evaluation: lower its momentum, or leave it out of the segments.
+# (3) Each block in a segment runs forward once more, whatever the length: at most a third more arithmetic of forward
+# + backward. Gradients are equal to the bit, with dropout too, since the random state is restored. BatchNorm's
+# running statistics are updated twice per step, which changes evaluation: lower its momentum, or leave it out of the
+# segments.
 
 # %% [markdown] id="wall" claims="C3-23"
 # ## To pin to the wall
@@ -1103,11 +1121,12 @@ assert (segment_peak(2), segment_peak(3), segment_peak(10)) == (5, 5, 10.625) an
 published.verdicts("C3-23")
 
 # %% [markdown] id="read-on"
-# **Read on.** Checkpointing: Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174, section 4 (and the recursive form in 4.3, with
-# $O(\log N)$ memory for more time). Selective recomputation: Korthikanti et al., arXiv:2205.05198, section 5. Residuals: He et al., arXiv:1512.03385, section 4.1, on
-# degradation and why it isn't vanishing; *Identity Mappings*, arXiv:1603.05027, section 2. Progressive stacking: Gong et al., *Efficient Training of BERT by
-# Progressively Stacking*, ICML 2019. The documentation of `torch.utils.checkpoint`, and `memlab/techniques/checkpointing.py`, where the from-scratch version is the
-# size of yours.
+# **Read on.** Checkpointing: Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174, section
+# 4 (and the recursive form in 4.3, with $O(\log N)$ memory for more time). Selective recomputation: Korthikanti et
+# al., arXiv:2205.05198, section 5. Residuals: He et al., arXiv:1512.03385, section 4.1, on degradation and why it
+# isn't vanishing; *Identity Mappings*, arXiv:1603.05027, section 2. Progressive stacking: Gong et al., *Efficient
+# Training of BERT by Progressively Stacking*, ICML 2019. The documentation of `torch.utils.checkpoint`, and
+# `memlab/techniques/checkpointing.py`, where the from-scratch version is the size of yours.
 #
 # Next: **4. Wide**, where a layer itself becomes too large.
 
