@@ -34,6 +34,7 @@ Everything that is changed for this is undone when `fake_process_group` ends, af
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -106,6 +107,9 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with ExitStack() as stack:
+        stack.callback(
+            setattr, sys, "excepthook", sys.excepthook
+        )  # a group puts its rank before error messages
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         stack.callback(_forget_meshes)
@@ -388,6 +392,14 @@ class _CardRankMeter(RankMeter, virtual._CardMeter):  # type: ignore[no-untyped-
 # -- optimizers --------------------------------------------------------------------------------------------
 
 
+def _local_gradient(parameter: Any) -> Tensor:
+    """This rank's part of a gradient; that of an embedding split by vocabulary may come whole."""
+    grad = parameter.grad
+    if getattr(grad, "placements", None) != getattr(parameter, "placements", None):
+        grad = grad.redistribute(parameter.device_mesh, parameter.placements)
+    return _local(grad)
+
+
 class _OnShards(torch.optim.Optimizer):
     """An optimizer of plain tensors on the local shards of DTensors: `make(shards)` builds it."""
 
@@ -402,7 +414,7 @@ class _OnShards(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p, shard in zip(self.parameters, self.shards, strict=True):
-            shard.grad = None if p.grad is None else _local(p.grad)
+            shard.grad = None if p.grad is None else _local_gradient(p)
         self.inner.step()
         for p, shard in zip(self.parameters, self.shards, strict=True):
             shard.grad = None
@@ -438,7 +450,7 @@ class _Masters(torch.optim.Optimizer):
     def collect(self, parameter: Tensor) -> None:
         master, grad = self.masters[parameter], parameter.grad
         assert grad is not None
-        copied = self.copy(_local(grad))
+        copied = self.copy(_local_gradient(parameter))
         master.grad = copied if master.grad is None else master.grad.add_(copied)
         parameter.grad = None
 
@@ -450,7 +462,7 @@ class _Masters(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         late = [p for p in self.parameters if p.grad is not None]
         for p in late:
-            self.masters[p].grad = self.copy(_local(p.grad))  # type: ignore[arg-type]
+            self.masters[p].grad = self.copy(_local_gradient(p))
         with self.place():
             self.inner.step()
         for p in late:

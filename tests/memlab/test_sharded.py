@@ -199,7 +199,7 @@ def test_everything_is_undone() -> None:
         (ShardingPropagator, "_propagate_tensor_meta_non_cached"), (torch.UntypedStorage, "resize_"),
     ]  # fmt: skip
     before = [getattr(owner, name) for owner, name in watched]
-    rules = dict(virtual.CPU_RULES)
+    rules, hook = dict(virtual.CPU_RULES), sys.excepthook
     with pytest.raises(ZeroDivisionError), fake_process_group(8, rank=3):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 8)
         assert [getattr(owner, name) for owner, name in watched[:5]] != before[:5]
@@ -207,6 +207,15 @@ def test_everything_is_undone() -> None:
     assert not dist.is_initialized()
     assert [getattr(owner, name) for owner, name in watched] == before
     assert rules == virtual.CPU_RULES
+    assert hook is sys.excepthook
+
+
+def test_master_weights_under_tensor_parallel() -> None:
+    """The gradient of an embedding split by vocabulary comes whole: the optimizer takes its rows."""
+    trace = trace_sharded(TINY["llama"], precision="bf16-master", world_size=2, tensor_parallel=2)
+    parameters = trace.consumer_peaks()["parameters"] - 24
+    steps = 4 * len(TINY["llama"].parameters())
+    assert trace.consumer_peaks()["optimizer_states"] == 6 * parameters + steps
 
 
 def test_what_cannot_be_is_refused_in_a_line() -> None:
