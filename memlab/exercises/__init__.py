@@ -32,7 +32,7 @@ from memlab.units import unknown_name
 EVIDENCE_MIME = "application/vnd.memlab.evidence+json"
 
 #: Chapter number -> module with its exercises.
-CHAPTERS = {"1": "memory_basics", "2": "four_consumers", "3": "deep"}
+CHAPTERS = {"1": "memory_basics", "2": "four_consumers", "3": "deep", "5": "big_data"}
 
 Evidence = dict[str, Any]
 
