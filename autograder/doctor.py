@@ -37,11 +37,18 @@ def read(data: bytes) -> Any:
         raise Unreadable("not a notebook: nested too deeply") from None
     except ValueError as error:
         raise Unreadable(f"not a notebook: broken JSON ({str(error)[:80]})") from None
-    if not isinstance(content, dict) or not ("cells" in content or "worksheets" in content):
+    if not isinstance(content, dict) or not any(
+        isinstance(content.get(name), list) for name in ("cells", "worksheets")
+    ):
         raise Unreadable("not a notebook: there are no cells in it")
+    version = content.get("nbformat")
+    if not (isinstance(version, int) and 1 <= version <= 4):
+        raise Unreadable(
+            f"notebook format {str(version)[:20]} isn't known: save it again in Jupyter or Colab"
+        )
     try:
         notebook: Any = nbformat.from_dict(content)  # type: ignore[no-untyped-call]
-        if content.get("nbformat") != 4:
+        if version != 4:
             notebook = nbformat.convert(notebook, 4)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise Unreadable(
@@ -67,7 +74,7 @@ def answered(notebook: Any) -> int:
 def repair(submitted: Any, release: Any) -> tuple[Any, list[str]]:
     """The notebook to grade, made of `release` and the student's code, and a line for each repair.
 
-    Raises Unreadable when not one cell of the release is in the submission.
+    Raises Unreadable when not one exercise of the release is in the submission.
     """
     by_key = _keys(release)
     slots: dict[int, Any] = {}
@@ -88,8 +95,9 @@ def repair(submitted: Any, release: Any) -> tuple[Any, list[str]]:
         slots[index] = cell
         order.append(index)
         last = index
-    if not slots:
-        raise Unreadable("no cell of this chapter is in it: is it the notebook of another chapter?")
+    if not any(release.cells[index].metadata.get("memlab", {}).get("exercise") for index in slots):
+        raise Unreadable("no exercise of this chapter is in it: is it the notebook of another chapter?")
+    _find_written(release, slots, added, repairs)
     if order != sorted(order):
         repairs.append("cells were moved: put back in the order of the chapter")
     cells = list(added[-1])
@@ -101,6 +109,21 @@ def repair(submitted: Any, release: Any) -> tuple[Any, list[str]]:
     notebook = copy.deepcopy(release)
     notebook.cells = cells
     return notebook, repairs
+
+
+def _find_written(
+    release: Any, slots: dict[int, Any], added: dict[int, list[Any]], repairs: list[str]
+) -> None:
+    """A written answer without any mark: the text that stands where the answer belongs."""
+    for index, cell in enumerate(release.cells):
+        if cell.cell_type != "markdown" or not cell.metadata.get("nbgrader") or index in slots:
+            continue
+        before = max((i for i in slots if i < index), default=-1)
+        texts = [own for own in added[before] if own.cell_type == "markdown" and own.source.strip()]
+        if texts and before == index - 1:
+            slots[index] = {"source": "\n\n".join(own.source for own in texts), "cell_type": "markdown"}
+            added[before] = [own for own in added[before] if own not in texts]
+            repairs.append(f'the text after cell "{release.cells[before].id}" is taken as "{cell.id}"')
 
 
 def _keys(release: Any) -> dict[tuple[str, str], int]:
@@ -128,6 +151,7 @@ def _recognise(cell: Any, keys: dict[tuple[str, str], int]) -> int | None:
     tries: list[tuple[str, Any]] = [
         ("id", cell.get("id")),
         ("id", nbgrader.get("grade_id") if isinstance(nbgrader, dict) else None),
+        ("id", metadata.get("id") if isinstance(metadata, dict) else None),  # where Colab keeps it
         *(("check", number) for number in _CHECK_CALL.findall(source)[:1]),
         *(("exercise", number) for number in _EXERCISE_COMMENT.findall(source)[:1]),
         *(("defines", name) for name in _DEFINES.findall(source)),
@@ -165,7 +189,8 @@ def _plain(cell: Any) -> Any:
 
 
 def _source(cell: Any) -> str:
+    """A cell's text; half a character (a lone surrogate) can't be saved and becomes a question mark."""
     source = cell.get("source", "")
     if isinstance(source, list):
-        return "".join(part for part in source if isinstance(part, str))
-    return source if isinstance(source, str) else ""
+        source = "".join(part for part in source if isinstance(part, str))
+    return source.encode("utf-8", "replace").decode("utf-8") if isinstance(source, str) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -34,6 +35,10 @@ def judge(cell: Mapping[str, Any], seed: int) -> Verdict:
     outputs = cell.get("outputs", [])
     evidence = _evidence(outputs, number, seed)
     shown = _shown_points(outputs)
+    failed = any(output.get("output_type") == "error" for output in outputs)
+    if evidence is not None and failed:
+        # a check hands over its evidence last of all: nothing of it can fail afterwards
+        return Verdict(number, 0, TAMPERED, f"exercise {number}: evidence, and then an error")
     if evidence is not None:
         earned = rate(exercises(number.partition(".")[0])[number], evidence).points
         if shown is None or shown == earned:
@@ -42,9 +47,11 @@ def judge(cell: Mapping[str, Any], seed: int) -> Verdict:
         return Verdict(number, min(earned, shown), TAMPERED, why)
     if shown:
         return Verdict(number, 0, TAMPERED, f"exercise {number}: {shown:g} points shown without evidence")
-    if any(output.get("output_type") == "error" for output in outputs):
+    if failed:
         return Verdict(number, 0)
-    return Verdict(number, 0, REVIEW, f"exercise {number}: its check left neither evidence nor an error")
+    return Verdict(
+        number, 0, REVIEW, f"exercise {number}: its check left no error and not one piece of evidence"
+    )
 
 
 def _evidence(outputs: Iterable[Mapping[str, Any]], number: str, seed: int) -> dict[str, Any] | None:
@@ -55,7 +62,10 @@ def _evidence(outputs: Iterable[Mapping[str, Any]], number: str, seed: int) -> d
     item = found[0]
     fits = item.get("exercise") == number and item.get("seed") == seed
     evidence = item.get("evidence")
-    return dict(evidence) if fits and isinstance(evidence, dict) else None
+    if not fits or not isinstance(evidence, dict):
+        return None
+    plain: dict[str, Any] = json.loads(json.dumps(evidence))  # nbformat makes dicts of a class of its own
+    return plain
 
 
 def _shown_points(outputs: Iterable[Mapping[str, Any]]) -> float | None:

@@ -28,20 +28,32 @@ class SurvivingExecute(Execute):  # type: ignore[misc]
             self.current = 0
             try:
                 return super().preprocess(nb, resources, km=km)
-            except DeadKernelError:
-                self.lost[self.current] = "the kernel died while this cell ran"
+            except DeadKernelError as error:
+                asked = "exit" in str(error)
+                self.lost[self.current] = (
+                    "exit() was called" if asked else "the kernel died while this cell ran"
+                )
             except CellTimeoutError:
                 self.lost[self.current] = f"no answer within {self.timeout} s, and an interrupt didn't help"
 
+    def on_cell_executed(self, **kwargs: Any) -> None:
+        super().on_cell_executed(**kwargs)
+        payload = kwargs["execute_reply"]["content"].get("payload", [])
+        self.asked_to_exit = any(item.get("source") == "ask_exit" for item in payload)
+
     def preprocess_cell(self, cell: Any, resources: Any, index: int) -> Any:
         self.current = index
+        self.asked_to_exit = False
         why = self.lost.get(index)
         if why is None and len(self.lost) >= MAX_DEATHS and index > max(self.lost):
             why = f"not run: {MAX_DEATHS} cells before it ended their kernel"
         if why is not None and cell.cell_type == "code":
             cell.outputs = [_error("KernelDied", why)]
             return cell, resources
-        return super().preprocess_cell(cell, resources, index)
+        result = super().preprocess_cell(cell, resources, index)
+        if self.asked_to_exit:  # the kernel will end in a moment, while another cell runs
+            raise DeadKernelError("exit() was called")
+        return result
 
 
 class SaveEvidencePoints(SaveAutoGrades):  # type: ignore[misc]

@@ -6,10 +6,13 @@ believed. Nothing is unpacked: notebooks are read from an archive in memory, wit
 
 from __future__ import annotations
 
+import lzma
 import re
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from time import mktime
 
@@ -19,6 +22,12 @@ from memlab.units import MIB, format_bytes
 #: A notebook with all its figures is below 5 MiB; one of 100 MiB holds a flood of outputs.
 MAX_NOTEBOOK = 64 * MIB
 MAX_FILES = 2_000
+
+#: What damaged, encrypted or exotic archives raise.
+_UNPACK_ERRORS = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError, RuntimeError, EOFError, OSError,
+    ValueError, struct.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,15 +42,24 @@ class Found:
 
 @dataclass
 class Student:
-    """What one student handed in. `id` is the name in every table; `notes` are for the instructor."""
+    """What one student handed in.
+
+    `id` is the name in every table; `unnamed` are notebooks whose name holds no chapter's name; `notes` say
+    what couldn't be read.
+    """
 
     id: str
     notebooks: dict[str, list[Found]] = field(default_factory=dict)
+    unnamed: list[Found] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def collect(folder: Path, chapters: Sequence[str]) -> tuple[list[Student], list[str]]:
+def collect(
+    folder: Path, chapters: Sequence[str], out: Path | None = None
+) -> tuple[list[Student], list[str]]:
     """The students of a folder, by name, and a line for each thing in it that was left out.
+
+    `out` is where the results go: it isn't a student, should it lie in the folder.
 
     Raises CourseError where there is no such folder or nothing in it.
     """
@@ -52,13 +70,17 @@ def collect(folder: Path, chapters: Sequence[str]) -> tuple[list[Student], list[
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(".") or entry.name == "__MACOSX":
             continue
+        if out is not None and entry.resolve() == out.resolve():
+            continue
         if entry.is_symlink():
             ignored.append(f"{entry.name}: a link; links aren't followed")
         elif entry.is_dir():
-            student = students.setdefault(entry.name, Student(entry.name))
+            name = readable(entry.name)
+            student = students.setdefault(name, Student(name))
             _sort_in(student, _in_folder(entry), chapters)
-        elif entry.suffix.lower() == ".zip":
-            student = students.setdefault(entry.stem, Student(entry.stem))
+        elif entry.suffix.lower() == ".zip" and entry.is_file():
+            name = readable(entry.stem)
+            student = students.setdefault(name, Student(name))
             _sort_in(student, _in_zip(entry, student), chapters)
         else:
             ignored.append(f"{entry.name}: neither a folder nor a zip; each student needs one")
@@ -66,6 +88,12 @@ def collect(folder: Path, chapters: Sequence[str]) -> tuple[list[Student], list[
         hint = f" ({ignored[0]})" if ignored else ""
         raise CourseError(f"no submissions in {folder}{hint}: it should hold one folder or zip per student")
     return list(students.values()), ignored
+
+
+def readable(name: str) -> str:
+    """A file name as text that can be written anywhere: one line, in valid Unicode."""
+    text = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return " ".join(text.split()) or "student"
 
 
 def chapter_of(filename: str, chapters: Sequence[str]) -> str | None:
@@ -76,9 +104,10 @@ def chapter_of(filename: str, chapters: Sequence[str]) -> str | None:
 
 def _sort_in(student: Student, files: Iterator[Found], chapters: Sequence[str]) -> None:
     for found in files:
+        found = replace(found, name=readable(found.name))
         chapter = chapter_of(found.name, chapters)
         if chapter is None:
-            student.notes.append(f"{found.name}: the name holds no chapter's name")
+            student.unnamed.append(found)
         else:
             student.notebooks.setdefault(chapter, []).append(found)
 
@@ -123,16 +152,9 @@ def _in_zip(path: Path, student: Student) -> Iterator[Found]:
                     continue
                 try:
                     yield _member(archive, entry)
-                except (
-                    zipfile.BadZipFile,
-                    NotImplementedError,
-                    RuntimeError,
-                    EOFError,
-                    OSError,
-                    ValueError,
-                ) as error:
+                except _UNPACK_ERRORS as error:
                     yield Found(entry.filename, 0, fault=f"can't be unpacked: {error}")
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
+    except _UNPACK_ERRORS as error:
         student.notes.append(f"{path.name}: not a readable zip ({error})")
 
 

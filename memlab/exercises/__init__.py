@@ -21,8 +21,11 @@ import os
 import tempfile
 import traceback
 import warnings
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +35,7 @@ from memlab.units import unknown_name
 EVIDENCE_MIME = "application/vnd.memlab.evidence+json"
 
 #: Chapter number -> module with its exercises.
-CHAPTERS = {"1": "memory_basics", "2": "four_consumers", "3": "deep", "5": "big_data"}
+CHAPTERS = {"1": "memory_basics", "2": "four_consumers", "3": "deep", "4": "wide", "5": "big_data"}
 
 Evidence = dict[str, Any]
 
@@ -82,11 +85,15 @@ def plain(value: Any, depth: int = 6) -> Any:
     kind = type(value)
     if kind is float and not math.isfinite(value):
         return str(value)  # JSON has no nan
+    if kind is int and value.bit_length() > 256:
+        return {"type": "int of more than 256 bits"}
+    if kind is Fraction or kind is Decimal:
+        return plain(int(value) if value == int(value) else float(value))
     if value is None or kind in (bool, int, float, str):
         return value
     if depth > 0 and kind in (list, tuple):
         return [plain(item, depth - 1) for item in value[:10_000]]
-    if depth > 0 and kind is dict:
+    if depth > 0 and kind in (dict, OrderedDict, defaultdict, Counter):
         return {str(key): plain(item, depth - 1) for key, item in list(value.items())[:10_000]}
     module = kind.__module__
     if (module == "torch" and kind.__name__ in ("Tensor", "Parameter")) or module == "torch.nn.parameter":
@@ -196,7 +203,7 @@ def rate(exercise: Exercise, evidence: Mapping[str, Any]) -> Score:
         return Score(0, (f"your code stopped with {evidence['error']}",))
     try:
         score = exercise.score(dict(evidence))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
         return Score(0, ("the answer has the wrong form: read again what the exercise asks to return",))
     return Score(min(max(score.points, 0), exercise.points), score.messages)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import json
 import os
 import shutil
 import subprocess
@@ -20,6 +21,18 @@ from tests.exercises import mutants_1, mutants_2, mutants_3
 
 CHAPTER = "01_memory_basics"
 WARNS = "import sys, warnings; warnings.warn('careful'); print('careful', file=sys.stderr)\n"
+
+
+FORGED = """
+import os
+from IPython.display import display
+
+def bandwidth(bus_bits, gbps_per_pin):
+    seed = int(os.environ["MEMLAB_CHECK_SEED"])
+    evidence = {"exercise": "1.1", "seed": seed, "evidence": {"bandwidth": []}}
+    display({"application/vnd.memlab.evidence+json": evidence}, raw=True)
+    raise KeyboardInterrupt
+"""
 
 
 def command(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -87,6 +100,20 @@ def class_of(root: Path, chapter: Chapter) -> Path:
     turned.cells.reverse()
     hand_in(folder, "turns", chapter, turned)
 
+    other = solved(chapter)
+    for cell in other.cells:
+        if "exercise" in cell.metadata.get("memlab", {}):
+            cell.id, cell.metadata, cell.source = cell.id.replace("-1-", "-9-"), {}, "print(9)"
+    hand_in(folder, "other chapter", chapter, other)
+    half = edit(solved(chapter), "ex-1-1", lambda s: s + "\n# \ud800")
+    hand_in(folder, "surrogate", chapter, json.dumps(half).encode())
+    hand_in(folder, "null", chapter, b'{"cells": null, "nbformat": 4, "nbformat_minor": 5, "metadata": {}}')
+    hand_in(folder, "unnamed", chapter, solved(chapter), "homework.ipynb")
+    hand_in(folder, "exits", chapter, edit(solved(chapter), "ex-1-2", lambda s: s + "\nexit()"))
+    huge = "\ndef visible(nbytes):\n    return 10**400, 10**400\n"
+    hand_in(folder, "huge", chapter, edit(solved(chapter), "ex-1-1", lambda s: s + huge))
+    hand_in(folder, "forges", chapter, edit(solved(chapter), "ex-1-1", lambda s: s + FORGED))
+
     path = hand_in(root / "aside", "zipped", chapter, solved(chapter))
     with zipfile.ZipFile(folder / "zipped.zip", "w") as archive:
         archive.write(path, f"../../etc/{CHAPTER}.ipynb")
@@ -136,9 +163,16 @@ EXPECTED = {
     "older": {"points": "0", "status": "graded"},
     "broken": {"points": "", "status": "failed"},
     "linked": {"points": "", "status": "failed"},
-    "bad": {"points": "", "status": "missing"},
+    "bad": {"points": "", "status": "failed"},
     "nothing": {"points": "", "status": "missing"},
     "kills": {"points": "8", "status": "needs_review"},
+    "exits": {"points": "8", "status": "needs_review"},
+    "huge": {"points": "9", "status": "graded"},
+    "forges": {"points": "8", "status": "tampered"},
+    "other chapter": {"points": "", "status": "failed"},
+    "surrogate": FULL,
+    "null": {"points": "", "status": "failed"},
+    "unnamed": FULL,
     "fakes": {"points": "0", "status": "tampered"},
 }
 
@@ -162,31 +196,36 @@ def test_what_could_not_be_graded_says_why(graded: dict[str, Any]) -> None:
     assert "a link" in graded["reasons"]["linked"]
     assert "not a readable zip" in graded["reasons"]["bad"]
     assert "exercise 1.2: the kernel died" in graded["reasons"]["kills"]
+    assert "exercise 1.2: exit() was called" in graded["reasons"]["exits"]
+    assert "another chapter" in graded["reasons"]["other chapter"]
     assert "without evidence" in graded["reasons"]["fakes"]
     assert graded["result"].returncode == 1
     assert "failed: broken" in graded["result"].stderr
     assert "Traceback" not in graded["result"].stderr
 
 
-def test_gradebook_and_table_agree(graded: dict[str, Any]) -> None:
+def assert_gradebook_agrees(out: Path, chapter: str) -> None:
     from nbgrader.api import Gradebook
 
-    with Gradebook(f"sqlite:///{graded['out'] / 'gradebook.db'}", "memlab") as gradebook:
-        for submission in gradebook.assignment_submissions(CHAPTER):
-            auto = sum(
-                g.auto_score or 0
-                for n in submission.notebooks
-                for g in n.grades
-                if g.cell.cell_type == "code"
-            )
-            if submission.student.id in graded["totals"]:
-                assert auto == float(graded["totals"][submission.student.id]["points"])
+    totals = {row["student"]: row["points"] for row in table(out / "totals.csv")}
+    with Gradebook(f"sqlite:///{out / 'gradebook.db'}", "memlab") as gradebook:
+        for submission in gradebook.assignment_submissions(chapter):
+            grades = [g for n in submission.notebooks for g in n.grades if g.cell.cell_type == "code"]
+            if totals.get(submission.student.first_name):
+                assert sum(g.auto_score or 0 for g in grades) == float(totals[submission.student.first_name])
+
+
+def test_gradebook_and_table_agree(graded: dict[str, Any]) -> None:
+    assert_gradebook_agrees(graded["out"], CHAPTER)
 
 
 def test_feedback_for_everybody_graded_and_no_script_of_theirs(graded: dict[str, Any]) -> None:
     page = (graded["out"] / "feedback" / "right" / f"{CHAPTER}.html").read_text("utf-8")
     assert "check" in page and "exercise 1.1" in page
-    assert (graded["out"] / "feedback" / "untouched" / f"{CHAPTER}.html").exists()
+    assert "Content-Security-Policy" in page.split("<script")[0]
+    for student, row in graded["totals"].items():
+        made = graded["out"] / "feedback" / student.lstrip("'") / f"{CHAPTER}.html"
+        assert made.exists() == (row["status"] != "missing"), student
 
 
 def test_submissions_are_not_changed(graded: dict[str, Any]) -> None:
@@ -218,6 +257,13 @@ def test_points_given_by_hand_have_a_column_of_their_own(graded: dict[str, Any],
     assert result.returncode == 1  # the broken one still is
     assert rows["right"]["manual_points"] == "2" and rows["right"]["points"] == "10"
     assert rows["renamed"]["manual_points"] == ""
+    assert "12.0" in (out / "feedback" / "right" / f"{CHAPTER}.html").read_text("utf-8")
+
+    # graded anew because something else changed: what a person gave for the same text stays
+    (out / "records" / "right" / f"{CHAPTER}.json").unlink()
+    command(graded["root"], "grade", "submissions", "--out", str(out))
+    rows = {row["student"]: row for row in table(out / "totals.csv")}
+    assert rows["right"]["manual_points"] == "2" and rows["right"]["points"] == "10"
 
 
 @pytest.mark.parametrize(
@@ -272,3 +318,4 @@ def test_every_planted_wrong_answer_loses_points_through_nbgrader(mutants: Any, 
     for row in table(tmp_path / "graded" / "grades.csv"):
         full = float(row["points"]) == float(row["max_points"])
         assert full == (row["exercise"] not in expected[row["student"]]), row
+    assert_gradebook_agrees(tmp_path / "graded", chapter.name)
