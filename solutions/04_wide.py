@@ -697,6 +697,11 @@ for rank, said in enumerate(run_ranks(hello, 2)):
 #
 # *Three traps.* A bias that is added on every rank is summed $N$ times. A slice is a view, and a view keeps the whole
 # storage alive: `clone()` it. And `comm.all_reduce` knows nothing of autograd: use `comm.copy` and `comm.sum`.
+#
+# To try it in a cell of your own:
+#
+#     up, down = nn.Linear(8, 32), nn.Linear(32, 8)
+#     run_ranks(lambda comm: SplitMLP(up, down, comm)(torch.ones(1, 8)), 2)   # both ranks: down(F.gelu(up(ones)))
 
 
 # %% id="ex-4-5" exercise="4.5"
@@ -883,7 +888,8 @@ print(f"so {2 * (one - two):.1f} G of states are sharded and {one - 2 * (one - t
 # Work on one flat vector of all parameters, padded to a multiple of $N$: each rank owns one $N$-th of it. In `step()`
 # reduce-scatter the gradients (it sums; what is wanted is the mean), give your piece its gradient, let the optimizer update it, all-gather
 # the pieces and copy them back into the parameters. Graded are the parameters after three steps, the bytes of optimizer states on
-# each rank, and the bytes sent: $2P(N-1)/N$ a step and no more.
+# each rank, and the bytes sent: $2P(N-1)/N$ a step and no more. (`make_optimizer` makes SGD or AdamW; both update each number by
+# itself, so a piece can be updated without the rest.)
 
 
 # %% id="ex-4-6" exercise="4.6"

@@ -550,7 +550,8 @@ def _tiled_case(answer: Any, case: _Attention, seed: int) -> Evidence:
         with torch.no_grad():
             got = answer(q, k, v, case.block)
     if type(got) is not tuple or len(got) != 2 or not all(type(t) is torch.Tensor for t in got):
-        return {"form": f"return two tensors, (out, lse); you returned {_kind(plain(got))}"}
+        found = f"a {type(got).__name__}" + (f" of {len(got)}" if type(got) in (tuple, list) else "")
+        return {"form": f"return two tensors, (out, lse); you returned {found}"}
     out, lse = got
     if out.shape != q.shape:
         return {"form": f"out has the shape {tuple(out.shape)}, q has {tuple(q.shape)}: they must be equal"}

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memlab import nets
+from memlab import nets, widgets
 from memlab.exercises import Score, collect, exercises, rate, wide
 from memlab.meter import Meter
 from memlab.models import model
 from memlab.techniques import sharding, tensor_parallel
+from memlab.units import format_bytes
 from tests.exercises import evidence, mutant, score, solution, untouched
 from tests.exercises.mutants_4 import CHAPTER, MUTANTS
 
@@ -271,6 +272,21 @@ def test_one_of_two_answers_written() -> None:
     assert rate(exercise, collect(exercise, (unwritten, ByTensor), 0)).points == 3
     got = rate(exercise, collect(exercise, (unwritten, unwritten), 0))
     assert got.points == 0 and "not written yet" in got.messages[0]
+
+
+# -- the explorer ----------------------------------------------------------------------------------------
+
+
+def test_the_explorer_counts_as_zero_does() -> None:
+    explorer = widgets.zero_stages("llama2-70b", "A100-80GB", ranks=16)
+    assert "stage 3 leaves room" in explorer.twin.finding
+    count = model("llama2-70b").parameter_count
+    for stage, row in enumerate(explorer.twin.rows):
+        assert row[4] == format_bytes(sum(sharding.states(count, 16, stage).values()))
+    changed = explorer.show({**explorer.start, "ranks": 8}, explorer.start)
+    assert "no stage's states fit" in changed.finding and "→" in changed.note
+    with pytest.raises(ValueError, match="at least one rank"):
+        widgets.zero_stages(ranks=0)
 
 
 # -- the ranks ------------------------------------------------------------------------------------------
