@@ -12,6 +12,7 @@ import functools
 import inspect
 import json
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable
@@ -174,6 +175,8 @@ def trace(
     config, recipe = _resolve(model, recipe, card)
     if out is not None and not out.absolute().parent.is_dir():
         raise ValueError(f"{out}: there is no such folder to write to")
+    if out is not None and out.exists() and not out.is_file():
+        raise ValueError(f"{out} isn't a regular file: choose a file's name for the trace")
     from memlab.report import trace_step
 
     result = trace_step(config, recipe, gpu=card)
@@ -204,7 +207,6 @@ def compare(
     """
     card = _card(gpu)
     config, recipe = _resolve(model, recipe, card)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes its progress to stderr
     from memlab.report import compare as put_side_by_side
 
     result = put_side_by_side(config, recipe, gpu=card, measure=measure)
@@ -335,6 +337,8 @@ def _root(
 
 def main() -> None:
     """The console script. Exit codes: 0, 1 out of memory, 2 for what the user can mend, 130 Ctrl-C."""
+    # In the midst of a step an interrupt would often be raised, and lost, inside a finalizer.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
         code = app(prog_name="memlab", standalone_mode=False)
         sys.stdout.flush()

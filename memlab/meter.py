@@ -24,6 +24,7 @@ workspaces, layout copies). `profiled` reads the allocator's own log for that.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import weakref
@@ -872,6 +873,7 @@ def profiled(step: Callable[[], Any]) -> AllocatorLog:
     (`zero_grad(set_to_none=True)`). Other threads aren't in it. The log is a private interface of torch
     (as in 2.13).
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its progress on stderr
     from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile
 

@@ -498,6 +498,9 @@ _ACTIVATIONS = {
 _HF_FAMILY = {"gpt2": "gpt2", "bert": "bert", "llama": "llama", "mistral": "llama", "qwen2": "llama"}
 
 
+_LAYERS = ("n_layer", "num_hidden_layers")
+
+
 class _Keys:
     """Reads one config's keys; every error names the file and the key."""
 
@@ -512,6 +515,8 @@ class _Keys:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{self.where}: {name} must be a whole number from 1, not {value!r}")
+            if value > 2**24 or (name in _LAYERS and value > 10_000):
+                raise ConfigError(f"{self.where}: {name} = {value} is beyond any model")
             return value
         if default is None:
             raise ConfigError(f"{self.where}: {names[0]} is missing")

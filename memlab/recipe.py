@@ -111,11 +111,17 @@ def _choice(key: str, value: object, known: tuple[str, ...]) -> None:
         raise RecipeError(str(unknown_name(key, value, known)))
 
 
+#: Beyond any run on record, and small enough that a tensor's bytes stay below 2^63.
+_MOST = 2**24
+
+
 def _whole(key: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RecipeError(f"{key} must be a whole number, not {value!r}")
     if value < least:
         raise RecipeError(f"{key} must be at least {least}, not {value}")
+    if value > _MOST:
+        raise RecipeError(f"{key} must be at most {_MOST:,}, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)

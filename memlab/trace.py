@@ -443,8 +443,13 @@ class Trace:
             raise ValueError("the trace is broken: a block has an unknown consumer")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write gzip-compressed JSON. Whole or not at all: a temporary file is renamed into place."""
+        """Write gzip-compressed JSON. Whole or not at all: a temporary file is renamed into place.
+
+        Raises ValueError for what exists and is no regular file.
+        """
         target = Path(path)
+        if target.exists() and not target.is_file():
+            raise ValueError(f"{path} isn't a regular file: choose a file's name for the trace")
         shape_index: dict[tuple[int, ...], int] = {}
         shapes = [shape_index.setdefault(shape, len(shape_index)) for shape in self.shapes]
         data = {

@@ -145,8 +145,13 @@ def test_a_step_that_is_too_large_for_the_card_is_the_answer_and_exit_code_1(run
 
 
 def test_what_a_trace_cannot_run_is_refused(run, tmp_path):
-    code, _, err = run("trace", "gpt2", "--world-size", 4, "--zero-stage", 3)
+    code, _, err = run("trace", "gpt2", "--world-size", 4, "--tensor-parallel", 2, "--zero-stage", 1)
     assert code == 2 and err.count("\n") == 1
+    code, _, err = run("trace", *SMALL, "--micro-batch", 10**20)
+    assert code == 2 and "micro_batch" in err and err.count("\n") == 1
+    (tmp_path / "pipe").mkdir()
+    code, _, err = run("trace", *SMALL, "--out", tmp_path / "pipe")
+    assert code == 2 and "isn't a regular file" in err and err.count("\n") == 1
     code, _, err = run("trace", *SMALL, "--out", tmp_path / "none" / "t.json.gz")
     assert code == 2 and "no such folder" in err and err.count("\n") == 1
 
