@@ -590,7 +590,7 @@ from memlab.techniques import precision
 width = lab.pick(smallest=256, normal=h)
 shape = replace(large, hidden=width, heads=width // 64, kv_heads=width // 64, ffn=4 * width)
 block = BertBlock(shape, memlab.Recipe(attention="eager", dropout=0.1))
-x = torch.randn(2, 128, width)
+from_below = torch.randn(2, 128, width, requires_grad=True)
 held = {}
 for name, context in (
     ("fp32", torch.autocast("cpu", enabled=False)),
@@ -599,7 +599,7 @@ for name, context in (
 ):
     with memlab.Meter(block, device="cpu") as meter:
         with context:
-            loss = block(x).float().mean()
+            loss = block(from_below * 1).float().mean()  # the input is a tensor of the forward, as in a chain
         loss.backward()
     copies_of_weights = 0 if name == "fp32" else precision.cast_bytes(block)
     held[name] = meter.trace.consumer_peaks()["activations"] - copies_of_weights
@@ -675,9 +675,10 @@ print(
 # true gradients; then `step` must not divide a second time. After `update` the scaler is ready for the next step.
 
 # %% [markdown] id="ex-5-4-text"
-# **Exercise 5.4** (3 points). Write it. The check lets it live through overflows of both kinds, compares the weights
-# with training without a scaler, looks at every factor, and measures what unscaling takes: twelve gradients joined into
-# one tensor would be a copy of all of them, for nothing.
+# **Exercise 5.4** (3 points). Write it; `optimizer.param_groups` is a list of dicts, the parameters stand under
+# `"params"`. The check lets the scaler live through overflows of both kinds, compares the weights with training without
+# a scaler, looks at every factor, and measures what unscaling takes: twelve gradients joined into one tensor would be a
+# copy of all of them, for nothing.
 
 
 # %% id="ex-5-4" exercise="5.4"
@@ -946,8 +947,10 @@ print(f"moved in 2 steps: {format_bytes(optimizer.out)} down, {format_bytes(opti
 assert rows["states on the host"] < 0.01 and optimizer.out == optimizer.back == 2 * 4 * count
 
 # %% [markdown] id="ex-5-6-text"
-# **Exercise 5.6** (3 points). The step of section 8 (2 points), and the order of offloading (1 point). Warnings count
-# as errors. The check's scaler writes down who calls it, in which order, and compares the weights with a step by hand.
+# **Exercise 5.6** (3 points). The step of section 8 (2 points), and the order of offloading (1 point). The parameters
+# stand in `optimizer.param_groups`, a list of dicts with the key `"params"`; `torch.nn.utils.clip_grad_norm_` clips.
+# Warnings count as errors. The check's scaler writes down who calls it, in which order, and the weights are compared
+# with a step by hand.
 
 
 # %% id="ex-5-6" exercise="5.6"

@@ -76,7 +76,9 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "        self.joined = torch.cat(every).isfinite().all()\n",
             )
         ],
-        "ready once": [("        self.overflow = None\n        ### END", "        ### END")],
+        "ready once": [
+            ("                self.good = 0\n        self.overflow = None", "                self.good = 0")
+        ],
     },
     "5.5": {
         "to nearest": [("x.view(torch.int32) + noise", "x.view(torch.int32) + 2**15")],
