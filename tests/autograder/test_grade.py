@@ -17,7 +17,7 @@ import pytest
 
 from autograder.course import Chapter
 from tests.autograder.small_course import edit, hand_in, small_course, solved, untouched
-from tests.exercises import mutants_1, mutants_2, mutants_3
+from tests.exercises import mutants_1, mutants_2, mutants_3, mutants_4, mutants_5
 
 CHAPTER = "01_memory_basics"
 WARNS = "import sys, warnings; warnings.warn('careful'); print('careful', file=sys.stderr)\n"
@@ -303,10 +303,18 @@ def mutated(chapter: Chapter, mutants: Any, number: int) -> tuple[Any, set[str]]
 
 
 @pytest.mark.parametrize(
-    "mutants", [mutants_1, mutants_2, mutants_3], ids=["chapter 1", "chapter 2", "chapter 3"]
+    "mutants",
+    [mutants_1, mutants_2, mutants_3, mutants_4, mutants_5],
+    ids=["chapter 1", "chapter 2", "chapter 3", "chapter 4", "chapter 5"],
 )
 def test_every_planted_wrong_answer_loses_points_through_nbgrader(mutants: Any, tmp_path: Path) -> None:
-    name = {mutants_1: CHAPTER, mutants_2: "02_four_consumers", mutants_3: "03_deep"}[mutants]
+    name = {
+        mutants_1: CHAPTER,
+        mutants_2: "02_four_consumers",
+        mutants_3: "03_deep",
+        mutants_4: "04_wide",
+        mutants_5: "05_big_data",
+    }[mutants]
     [chapter] = small_course(tmp_path, name)
     expected = {}
     for number in range(max(len(wrong) for wrong in mutants.MUTANTS.values())):
