@@ -166,7 +166,8 @@ for heads in (2, 4, 8):
     print(f"{heads} heads: {block:,} parameters in the block, {kept / 1e6:.1f} MB of activations")
 
 # %% [markdown] id="heads-read"
-# Not one parameter, not one multiplication more; but each head has scores of its own, and they are what grows.
+# Not one parameter more, and the matrix products take as many multiplications as before; but each head has scores of its
+# own, and they are what grows.
 
 # %% [markdown] id="ex-4-1-text"
 # **Exercise 4.1** (2 points). Count exactly, for all three families. `cfg` says what you need; use `cfg.ffn` for the
@@ -1010,7 +1011,7 @@ plots.timeline(fitted, budget=a100.memory_bytes, title="The step of the opening,
 # ## 10. In your own words
 #
 # **Exercise 4.7** (3 points, graded by hand, at most eight sentences). A colleague trains a 7 B model (16-bit weights and gradients,
-# fp32 master weights and AdamW) on four cards of 40 GB with data parallelism. It runs out of memory before the first forward is done. They
+# fp32 master weights and AdamW) on four cards of 40 GB with data parallelism. It runs out of memory before the first step is done. They
 # have read that ZeRO-1 "saves four times" and FlashAttention "turns $O(N^2)$ into $O(N)$", and turn on both. Does it
 # fit now? Say what each of the two changes did, in bytes on a card, what is left, and which stage you would choose.
 #

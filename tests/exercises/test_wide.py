@@ -204,7 +204,7 @@ def test_tiles_of_all_queries_are_right_too() -> None:
     assert (got.points, got.messages) == (5, ())
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0])
 def test_the_plain_way_exceeds_the_bound_at_every_length(seed: int) -> None:
     for case in wide._long(seed):
         assert wide._peak(eager, case, seed)["peak"] > 1.5 * wide.tiles_bound(case)
