@@ -190,6 +190,8 @@ def _count_fault(config: TransformerConfig, entry: Evidence) -> str:
     if type(said) is int and said == right:
         return ""
     c = config
+    if type(said) not in (int, float):
+        return f"n_params: {_not_a_count(said, right, 'parameters')}"
     what = f"{c.family} with L={c.layers}, h={c.hidden}, heads={c.heads}, kv_heads={c.kv_heads}, ffn={c.ffn}"
     if fault := _not_a_count(said, right, "parameters"):
         return f"{what}: {fault}"
@@ -389,6 +391,8 @@ def _score_fault(case: tuple[int, int, int, int, str, bool], entry: Evidence) ->
     if type(said) is int and said == right:
         return None
     what = f"b={b}, heads={heads}, s={s}, layers={layers}, {dtype}, dropout={dropout}"
+    if type(said) not in (int, float):
+        return "score_bytes", [_not_a_count(said, right)]
     if fault := _not_a_count(said, right):
         return what, [fault]
     size, scores = _SIZES[dtype], layers * b * heads * s * s
@@ -556,12 +560,17 @@ def _tiled_case(answer: Any, case: _Attention, seed: int) -> Evidence:
     if out.shape != q.shape:
         return {"form": f"out has the shape {tuple(out.shape)}, q has {tuple(q.shape)}: they must be equal"}
     ways = _wrong_ways(q, k, v, case.block, case.causal)
+    full = case.s // case.block * case.block
+    if 0 < full < case.s and not case.causal:
+        shorter = scores[..., :full].softmax(-1) @ v.double()[..., :full, :]
+        ways["the last block is shorter than `block`, and its keys are left out"] = shorter.float()
     told = [text for text, way in ways.items() if _same(out, way)]
     return {
         "error_out": _apart(out, right),
         "error_lse": _apart(lse, logs) if lse.shape == logs.shape else str(tuple(lse.shape)),
         "nan": bool(torch.isnan(out).any()),
         "told": told[:1],
+        "rows": 0 < full < case.s and _same(out[..., :full, :], right[..., :full, :]),
     }
 
 
@@ -659,10 +668,10 @@ def _tiled_fault(case: _Attention, entry: Evidence) -> str:
             "is a row's running maximum still -inf when you subtract it? -inf - -inf is nan"
         )  # fmt: skip
         return f"{case}: the output has nan: {why}"
-    hint = ""
-    if case.s % case.block:
-        hint = "; the last block is shorter than `block`: is it treated?"
-    return f"{case}: out is off by {_percent(error)} of its largest value{hint}"
+    if value["rows"]:
+        return f"{case}: the last rows are wrong: the last block of queries is shorter than `block`"
+    hint = "compare with torch.softmax(q @ k.mT / d**0.5, -1) @ v, first for block = s, then for two blocks"
+    return f"{case}: out is off by {_percent(error)} of its largest value: {hint}"
 
 
 def _percent(error: Any) -> str:
@@ -930,6 +939,7 @@ def _split_case(answer: Any, case: _Split, seed: int) -> Evidence:
         parameters = list(part.parameters())
         loose = [t for m in part.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
         kept = {id(v) for m in part.modules() for v in (*vars(m).values(), *m._modules.values())}
+        given = sum(p.nbytes for p in parameters)
         held = _storage_bytes([*parameters, *part.buffers(), *loose])
         if (id(mine) in kept or id(other) in kept) and held < case.held * 1.2:
             held = 4 * sum(t.numel() for t in whole.values())
@@ -958,7 +968,7 @@ def _split_case(answer: Any, case: _Split, seed: int) -> Evidence:
         total = sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None)
         return {
             "output": _apart(y.detach(), right), "told": told[:1], "alone": alone, "held": held,
-            "saved": sum(saved.values()), "forward": forward, "sent": sent, "all": dict(comm.calls),
+            "given": given, "saved": sum(saved.values()), "forward": forward, "sent": sent, "all": dict(comm.calls),
             "squares": plain(total), "missing": sum(p.grad is None for p in parameters),
             "input": None if own.grad is None else _apart(own.grad, truth),
             "input_norm": None if own.grad is None else plain((own.grad.norm() / truth.norm()).item()),
@@ -981,6 +991,10 @@ def _split_score(evidence: Evidence) -> Score:
     tally = Tally()
     pairs = list(zip(_splits(evidence["seed"]), evidence["cases"], strict=True))
     stopped = _first(f"{case}: it stopped with {e['error']}" for case, e in pairs if "error" in e)
+    if "cannot be multiplied" in stopped:
+        stopped += (
+            "; nn.Linear stores (outputs, inputs): a rank has rows of up.weight, columns of down.weight"
+        )
     if stopped:
         return Score(0, (stopped,))
     outputs = _first(_output_fault(case, rank) for case, e in pairs for rank in _value(e)["ranks"])
@@ -1020,11 +1034,17 @@ def _gradient_fault(case: _Split, value: Evidence) -> str:
         return f"{case}: x got no gradient: comm.all_reduce stops autograd, comm.sum doesn't"
     if any(rank["missing"] for rank in ranks):
         return f"{case}: a parameter got no gradient: one that the forward doesn't use shouldn't be kept"
+    if any(rank["given"] > 1.5 * case.held for rank in ranks):
+        return f"{case}: a rank has gradients of more than its part of the weights: give it its slices only"
     squares = value["squares"]
-    rest = sum(v for name, v in squares.items() if name != "down.bias")
+    weights = sum(v for name, v in squares.items() if name.endswith("weight"))
     total = sum(rank["squares"] for rank in ranks)
-    bias = squares["down.bias"]
-    off = min(abs(total - rest - n * bias) for n in (1, case.ranks))
+    # a bias may be cut, or whole on one rank or on all of them
+    off = min(
+        abs(total - weights - n * squares["up.bias"] - m * squares["down.bias"])
+        for n in (1, case.ranks)
+        for m in (1, case.ranks)
+    )
     wrong = next((rank for rank in ranks if not (is_number(rank["input"]) and rank["input"] <= 1e-4)), None)
     if wrong is not None:
         times = wrong["input_norm"]
@@ -1037,7 +1057,7 @@ def _gradient_fault(case: _Split, value: Evidence) -> str:
     if off > 1e-3 * total:
         return (
             f"{case}: the gradients of the weights differ from the whole MLP's by a factor of about "
-            f"{math.sqrt(total / (rest + case.ranks * bias)):.3g}: is each part used once, and summed once?"
+            f"{math.sqrt(total / sum(squares.values())):.3g}: is each part used once, and summed once?"
         )
     return ""
 
@@ -1051,6 +1071,8 @@ def _held_fault(case: _Split, rank: Evidence) -> str:
         return ""
     whole = 4 * (2 * case.h * case.hidden + case.hidden + case.h)
     text = f"{case}: a rank holds {rank['held']:,} B of weights, its part is {case.held:,} B"
+    if rank["given"] >= 0.98 * whole:
+        return text + ": the whole layers are among its parameters; keep neither `up` nor `down`, only slices"
     if rank["held"] >= 0.98 * whole:
         return (
             text + ": a slice is a view and keeps the whole storage alive; clone() it, and keep neither layer"
@@ -1070,6 +1092,10 @@ def _sent_fault(case: _Split, rank: Evidence) -> str:
     if rank["forward"] == {"all_reduce": 1} and rank["sent"] == once and rank["all"] == {"all_reduce": 2}:
         return ""
     text = f"{case}: the forward makes {_listed(rank['forward'])} and sends {rank['sent']:,} B"
+    if not rank["forward"]:
+        return (
+            f"{case}: the ranks send nothing, each does all the work: each should do its part, then comm.sum"
+        )
     if "all_gather" in rank["forward"]:
         return (
             text
@@ -1266,7 +1292,7 @@ def _share_fault(case: tuple[int, int, int, tuple[int, int, int]], entry: Eviden
         return _stopped("zero", entry)
     value, right = _value(entry), zero_expected(*case)
     if type(value) is not dict or set(value) != set(_ZERO_KEYS):
-        return f"{what}: return a dict with the keys {', '.join(_ZERO_KEYS)} (bytes per rank)"
+        return f"zero: return a dict with the keys {', '.join(_ZERO_KEYS)} (bytes per rank)"
     for name in _ZERO_KEYS:
         said, expected = value[name], right[name]
         if type(said) is int and said == expected:

@@ -81,7 +81,7 @@ def test_there_are_three_to_ten_wrong_answers(exercise: str) -> None:
         ("4.4", "no running maximum", "subtract the running maximum"),
         ("4.4", "no scale", "divide the scores by sqrt(d)"),
         ("4.4", "the mask forgotten", "as without the mask"),
-        ("4.4", "the last block dropped", "the last block is shorter"),
+        ("4.4", "the last block dropped", "its keys are left out"),
         ("4.4", "the whole matrix", "s x s is still there"),
         ("4.4", "torch's fused kernel", "write the loop"),
         ("4.5", "the bias on every rank", "add it after the sum"),
@@ -261,6 +261,22 @@ def test_other_ways_to_split_are_right_too(seed: int) -> None:
     split, zero = exercises(4)["4.5"], exercises(4)["4.6"]
     assert rate(split, collect(split, LinearPart, seed)) == (4, ())
     assert rate(zero, collect(zero, (wide.zero_expected, ByTensor), seed)) == (5, ())
+
+
+class Unsplit(nn.Module):
+    def __init__(self, up: nn.Linear, down: nn.Linear, comm: wide.Comm) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def test_everything_on_every_rank_earns_the_output_alone() -> None:
+    got = rate(exercises(4)["4.5"], collect(exercises(4)["4.5"], Unsplit, 0))
+    assert got.points == 1
+    assert any("the whole layers are among its parameters" in line for line in got.messages)
+    assert any("the ranks send nothing" in line for line in got.messages)
 
 
 def test_one_of_two_answers_written() -> None:
