@@ -968,7 +968,8 @@ def _split_case(answer: Any, case: _Split, seed: int) -> Evidence:
         total = sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None)
         return {
             "output": _apart(y.detach(), right), "told": told[:1], "alone": alone, "held": held,
-            "given": given, "saved": sum(saved.values()), "forward": forward, "sent": sent, "all": dict(comm.calls),
+            "given": given, "saved": sum(saved.values()),
+            "forward": forward, "sent": sent, "all": dict(comm.calls),
             "squares": plain(total), "missing": sum(p.grad is None for p in parameters),
             "input": None if own.grad is None else _apart(own.grad, truth),
             "input_norm": None if own.grad is None else plain((own.grad.norm() / truth.norm()).item()),
