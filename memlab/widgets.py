@@ -466,6 +466,10 @@ def _stage_bytes(parameters: int, ranks: int, stage: int, each: tuple[int, int, 
     }
 
 
+def _gib(size: int) -> str:
+    return f"{size / units.GIB:,.2f} GiB"
+
+
 def _stages_view(now: Choices, before: Choices | None = None) -> View:
     config, card = models.model(now["model"]), hardware.gpu(now["gpu"])
     count, ranks, each = config.parameter_count, now["ranks"], now["each"]
@@ -479,19 +483,19 @@ def _stages_view(now: Choices, before: Choices | None = None) -> View:
         if fitting[0] == "none":
             finding = f"{config.name}, {cards}: the states fit without sharding"
     rows = tuple(
-        (name, *(units.format_bytes(size) for size in row.values()), units.format_bytes(totals[name]),
+        (name, *(_gib(size) for size in row.values()), _gib(totals[name]),
          f"{totals[name] / totals['none']:.1%}")
         for name, row in held.items()
     )  # fmt: skip
     least = -(-count * sum(each) // card.memory_bytes)
     note = (
         "States only: activations, gathered layers and buffers come on top. "
-        f"Stage 3 needs at least {least:,} {card.name} for them."
+        f"Stage 3 needs at least {least:,} {card.name} for the states."
     )
     if before is not None:
         was = sum(_stage_bytes(models.model(before["model"]).parameter_count, before["ranks"], 3,
                                before["each"]).values())  # fmt: skip
-        note = f"Stage 3: {units.format_bytes(was)} → {units.format_bytes(totals['stage 3'])} a rank. {note}"
+        note = f"Stage 3: {_gib(was)} → {_gib(totals['stage 3'])} a rank. {note}"
     figure = plots.consumers(held, capacity=card.memory_bytes, title=finding, what="states of one rank")
     header = ("ZeRO", *(plots.word(name) for name in held["none"]), "all", "of unsharded")
     return View(finding, header, rows, note, figure)

@@ -240,9 +240,8 @@ def _count_hint(c: TransformerConfig, said: int) -> str:
         "its Linear layers have no biases": layers * (3 * h + 2 * c.ffn + 2 * h),
     }
     gap = c.parameter_count - said
-    for name, size in missing.items():
-        if size and size == gap:
-            return f"that is short by exactly {name}"
+    if alike := [name for name, size in missing.items() if size and size == gap]:
+        return f"that is short by exactly {', or by '.join(alike)}" + (" (equal here)" if alike[1:] else "")
     for name, size in surplus.items():
         if size and size == -gap:
             return f"too many: {name}"
@@ -1009,7 +1008,8 @@ def _split_score(evidence: Evidence) -> Score:
     saved = _first(_saved_fault(case, rank) for case, e in pairs for rank in _value(e)["ranks"])
     tally.award(0.5, not saved and not held, saved or "activations: first let go of the whole weights")
     sent = _first(_sent_fault(case, rank) for case, e in pairs for rank in _value(e)["ranks"])
-    tally.award(1, not sent, sent)
+    cut = any(rank["input"] is None for _, e in pairs for rank in _value(e)["ranks"])  # said above
+    tally.award(1, not sent, gradients if cut and "the backward makes no all_reduce" in sent else sent)
     return _once(tally)
 
 
@@ -1233,6 +1233,9 @@ def _sharded_case(answer: Any, case: _Sharded, seed: int) -> Evidence:
         states = [
             t for o in made for s in o.state.values() for t in s.values() if isinstance(t, torch.Tensor)
         ]
+        given = {p.untyped_storage()._cdata for p in parameters}
+        owned = [t for o in made for group in o.param_groups for t in group["params"]]
+        pieces = _storage_bytes(t for t in owned if t.untyped_storage()._cdata not in given)
         flat = torch.cat([p.detach().flatten() for p in parameters])
 
         def off(expected: Sequence[Tensor]) -> Any:
@@ -1240,7 +1243,7 @@ def _sharded_case(answer: Any, case: _Sharded, seed: int) -> Evidence:
 
         return {
             "off": off(plainly), "summed": off(summed), "still": off(begin),
-            "made": len(made), "states": _storage_bytes(states), "sent": sent,
+            "made": len(made), "states": _storage_bytes(states), "pieces": pieces, "sent": sent,
             "calls": dict(comm.calls),
         }  # fmt: skip
 
@@ -1272,6 +1275,8 @@ def _zero_score(evidence: Evidence) -> Score:
         for case, e in pairs
         if "error" in e
     )
+    if "leaf Variable" in stopped:
+        stopped += "; change parameters under torch.no_grad()"
     if stopped:
         tally.messages.append(stopped)
         return _once(tally)
@@ -1323,7 +1328,11 @@ def _zero1_fault(case: _Sharded, rank: Evidence) -> str:
         return ""
     text = f"Zero1, {case}: after three steps the parameters aren't those of the plain optimizer"
     if is_number(rank["still"]) and rank["still"] < 1e-9:
-        return text + ": they haven't changed: copy the gathered values into them, p.copy_(…) under no_grad"
+        return (
+            text
+            + ": they haven't changed: is the optimizer made for your piece, and are the gathered values "
+            "copied into them, p.copy_(…) under torch.no_grad()?"
+        )
     if is_number(rank["summed"]) and rank["summed"] <= 1e-4:
         return text + ": reduce_scatter sums, data parallel takes the mean: divide by the number of ranks"
     if not {"reduce_scatter", "all_reduce"} & set(rank["calls"]):
@@ -1340,7 +1349,13 @@ def _states_fault(case: _Sharded, rank: Evidence) -> str:
     if not rank["made"]:
         return f"Zero1, {case}: the optimizer must be made by make_optimizer(pieces), which was never called"
     if rank["states"] <= case.state_bound:
-        return ""
+        pieces = rank.get("pieces", 0)
+        if pieces <= case.state_bound // case.moments:
+            return ""
+        return (
+            f"Zero1, {case}: the tensors of the optimizer keep {pieces:,} B alive, a piece has "
+            f"{4 * -(-case.total // case.ranks):,} B: a slice is a view of the whole vector; clone() it"
+        )
     whole = 4 * case.moments * case.total
     text = f"Zero1, {case}: a rank keeps {rank['states']:,} B of optimizer states, one N-th is "
     text += f"{whole // case.ranks:,} B"
@@ -1356,7 +1371,8 @@ def _traffic_fault(case: _Sharded, rank: Evidence) -> str:
     if worst <= case.sent_bound:
         return ""
     text = f"Zero1, {case}: a step sends {worst:,} B ({_listed(rank['calls'])} in three steps), "
-    text += f"{case.sent_bound:,} B are enough"
+    enough = 2 * 4 * -(-case.total // case.ranks) * (case.ranks - 1)
+    text += f"{enough:,} B are enough"
     if rank["calls"].get("all_reduce"):
         return (
             text + ": all_reduce brings the whole sum to every rank; one needs only its piece: reduce_scatter"

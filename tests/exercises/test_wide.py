@@ -18,7 +18,7 @@ from memlab.exercises import Score, collect, exercises, rate, wide
 from memlab.meter import Meter
 from memlab.models import model
 from memlab.techniques import sharding, tensor_parallel
-from memlab.units import format_bytes
+from memlab.units import GIB
 from tests.exercises import evidence, mutant, score, solution, untouched
 from tests.exercises.mutants_4 import CHAPTER, MUTANTS
 
@@ -54,6 +54,19 @@ def test_a_wrong_answer_earns_less_and_says_why(exercise: str, name: str) -> Non
     got = of_mutant(exercise, name)
     assert got.points < exercises(4)[exercise].points
     assert got.messages and all(len(line) > 20 for line in got.messages)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[comm.rank].clone()", "[comm.rank]", "clone() it"),
+        ("make_optimizer([self.piece])", "make_optimizer(self.parameters)", "made for your piece"),
+        ("with torch.no_grad():", "if True:", "under torch.no_grad()"),
+    ],
+)
+def test_a_slip_in_zero1_is_named(old: str, new: str, words: str) -> None:
+    got = score(CHAPTER, "4.6", mutant(CHAPTER, "4.6", [(old, new)]), 5)
+    assert got.points < 5 and any(words in line for line in got.messages), got.messages
 
 
 @pytest.mark.parametrize("exercise", IDS)
@@ -298,7 +311,7 @@ def test_the_explorer_counts_as_zero_does() -> None:
     assert "stage 3 leaves room" in explorer.twin.finding
     count = model("llama2-70b").parameter_count
     for stage, row in enumerate(explorer.twin.rows):
-        assert row[4] == format_bytes(sum(sharding.states(count, 16, stage).values()))
+        assert row[4] == f"{sum(sharding.states(count, 16, stage).values()) / GIB:,.2f} GiB"
     changed = explorer.show({**explorer.start, "ranks": 8}, explorer.start)
     assert "no stage's states fit" in changed.finding and "→" in changed.note
     with pytest.raises(ValueError, match="at least one rank"):
