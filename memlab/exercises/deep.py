@@ -162,9 +162,15 @@ def _saved_hint(where: str, said: Any, case: _ResNetCase, right: int) -> str:
         return text + "return bytes"
     if said > 1.02 * right:
         return (
-            text + "count each storage once (a ReLU's output is the next convolution's input), weights never"
+            text
+            + "count each storage once (a ReLU's output is the next convolution's input), weights never; "
+            "ids are reused, use the storage's _cdata"
         )
-    return text + "every tensor that the pack hook is given counts, except parameters and buffers"
+    return (
+        text
+        + "every tensor that the pack hook is given counts, except parameters and buffers; ids of tensors "
+        "are reused, use the storage's _cdata"
+    )
 
 
 # -- 3.2 the residual gradient -----------------------------------------------------------------------------
@@ -210,11 +216,12 @@ def _vjp_score(evidence: Evidence) -> Score:
 
 
 def _vjp_fault(kind: str, case: Evidence) -> str:
+    path = ": the identity path becomes P^T g" if kind == "projection" else ""
     if "error" in case:
-        return f"it stopped with {case['error']}"
+        return f"it stopped with {case['error']}{path}"
     truth, got, g = case["truth"], case["value"], case["g"]
     if type(got) is not list or len(got) != len(truth) or not all(map(is_number, got)):
-        return f"return a tensor with {len(truth)} numbers, one for each input of the block"
+        return f"return a tensor with {len(truth)} numbers, one for each input of the block{path}"
     error = math.dist(truth, got)
     if error <= 1e-5 * (1 + math.hypot(*truth)):
         return ""
@@ -271,7 +278,8 @@ def _norms_score(evidence: Evidence) -> Score:
             if not is_number(value):
                 return f"{asked} returned {_shown(value)}; return a float: .norm().item()"
             if not low * 0.9999 <= value <= high * 1.0001:
-                return f"{asked} is {value:.3g}, should be between {low:g} and {high:g}: {_NORM_HINTS[name]}"
+                wanted = f"{low:g}" if low == high else f"between {low:g} and {high:g}"
+                return f"{asked} is {value:.3g}, should be {wanted}: {_NORM_HINTS[name]}"
         return ""
 
     plain_stack = fault("no layer", "default, 5 layers", "default, 20 layers", "default, 50 layers")
@@ -453,6 +461,15 @@ def _checkpoint_evidence(answer: Any, seed: int) -> Evidence:
     return _contained(work)
 
 
+def _stopped(error: str) -> str:
+    """The error of a backward, with what usually causes it."""
+    if "does not require grad" in error:
+        return f"{error}: run the second forward with torch.enable_grad(), on an x that requires a gradient"
+    if "retain_graph" in error:
+        return f"{error}: detach x before the second forward, or its gradient runs into the earlier segments"
+    return error
+
+
 def _checkpoint_score(evidence: Evidence) -> Score:
     """Kept: x and the segments' inputs and output; the twin keeps every layer's output."""
     unit = evidence["unit"]
@@ -466,7 +483,9 @@ def _checkpoint_score(evidence: Evidence) -> Score:
     runs = {name: evidence[name] for name in ("x with gradient", "plain x", "dropout")}
     main = runs["x with gradient"]
     if "error" in main:
-        return Score(0, (f"a forward and backward through 8 segments stopped with {main['error']}",))
+        return Score(
+            0, (f"a forward and backward through 8 segments stopped with {_stopped(main['error'])}",)
+        )
 
     # 8 segments keep 8 inputs and the last output; what a generator's state takes is below 0.1 of a unit.
     most = (_SEGMENTS + 1) * unit + _SEGMENTS * unit // 4
@@ -499,13 +518,13 @@ def _checkpoint_score(evidence: Evidence) -> Score:
     def same(name: str) -> tuple[bool, str]:
         run = runs[name]
         if "error" in run:
-            return False, f"{name}: it stopped with {run['error']}"
+            return False, f"{name}: it stopped with {_stopped(run['error'])}"
         off = run["difference"]
         text = "a gradient is missing" if off == "inf" else f"gradients differ from the plain step's by {off}"
         return off == 0, f"{name}: {text}"
 
-    right, text = same("x with gradient")
-    tally.award(0.5, right, text + ": one gradient for each tensor that apply was given, in its order")
+    basic, text = same("x with gradient")
+    tally.award(0.5, basic, text + ": one gradient for each tensor that apply was given, in its order")
     right, text = same("plain x")
     tally.award(
         0.5, right, text + ": a batch needs no gradient, the weights do: hand them to apply as tensors"
@@ -514,14 +533,18 @@ def _checkpoint_score(evidence: Evidence) -> Score:
     tally.award(
         0.5,
         right,
-        text + ": the second forward must draw the same numbers (torch.get_rng_state, set_rng_state)",
+        text + ": the second forward must draw the same numbers (torch.get_rng_state, set_rng_state)"
+        if basic
+        else "dropout: counts once the gradients without dropout are right",
     )
-    stream = runs["dropout"].get("stream") is True and right
+    there = runs["dropout"].get("stream") is True
     tally.award(
         0.5,
-        stream,
-        "dropout: after the backward the generator isn't where the plain step leaves it: put back the state "
-        "that you found (torch.random.fork_rng() does)",
+        there and right,
+        "dropout: the generator's place after the backward counts once the gradients are right"
+        if there or "error" in runs["dropout"]
+        else "dropout: after the backward the generator isn't where the plain step leaves it: put back the "
+        "state that you found (torch.random.fork_rng() does)",
     )
     return tally.score()
 
@@ -678,8 +701,12 @@ def _plan_hint(chain: _Chain, plan: list[int]) -> str:
     if not plan:
         return "no block is in a segment"
     ideal = uniform_segments(chain.blocks, chain.boundary, chain.inside, chain.extra)
+    tail = chain.blocks - sum(plan)
+    if tail > max(max(plan), chain.blocks - chain.extra) and tail * chain.inside > len(plan) * chain.boundary:
+        return f"the {tail} plain blocks at the end are the peak: put more blocks in segments"
     if max(plan) < ideal[0]:
-        return "many short segments: their inputs alone are the peak"
+        rest = f" and the {tail} plain blocks at the end" if tail > max(plan) else ""
+        return f"many short segments: their {len(plan)} inputs{rest} are the peak"
     if max(plan) > ideal[0]:
         return "one long segment is recomputed with everything that it saves"
     return "what is alive at once: the segments' inputs, and the longer of a segment and the plain tail"
@@ -745,6 +772,12 @@ def _repair_evidence(answer: Any, seed: int) -> Evidence:
 
         blocks = _transformer(seed)
         x = torch.randn(_BATCH_6, _TOKENS_6, _HIDDEN_6)
+        touched = []
+
+        def own_forward(y: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = repaired(blocks, y)
+            touched.append(y.requires_grad or not torch.equal(y, x))
+            return out
 
         def bare(y: torch.Tensor) -> torch.Tensor:
             for block in blocks:
@@ -757,7 +790,7 @@ def _repair_evidence(answer: Any, seed: int) -> Evidence:
             with warnings.catch_warnings(record=rule == "always") as seen:
                 warnings.simplefilter(rule)  # type: ignore[arg-type]
                 try:
-                    own = _measured(blocks, lambda y: repaired(blocks, y), x)
+                    own = _measured(blocks, own_forward, x)
                 except NotImplementedError:
                     raise
                 except Exception as error:
@@ -769,6 +802,7 @@ def _repair_evidence(answer: Any, seed: int) -> Evidence:
                 "difference": plain(
                     _difference([own.output, *own.gradients], [twin.output, *twin.gradients])
                 ),
+                "touched": touched[-1],
                 "warnings": sorted({str(w.message)[:120] for w in seen or ()}),
             }
         return found
@@ -815,7 +849,12 @@ def _repair_score(evidence: Evidence) -> Score:
 def _repaired_points(tally: Tally, run: Evidence) -> None:
     free, strict, plain_peak = run["free"], run["strict"], run["plain_peak"]
     if "error" in free:
-        tally.award(2, False, f"run_repaired: forward and backward stopped with {free['error']}")
+        hint = (
+            ": checkpoint(..., use_reentrant=False) finds the weights by itself"
+            if "does not require grad" in free["error"]
+            else ""
+        )
+        tally.award(2, False, f"run_repaired: forward and backward stopped with {free['error']}{hint}")
         return
     if free["calls"] == [1] * _DEPTH_6:
         tally.award(2, False, "run_repaired: no block ran a second time, so nothing was checkpointed")
@@ -827,11 +866,15 @@ def _repaired_points(tally: Tally, run: Evidence) -> None:
         f"run_repaired: the peak is {share:.0%} of the plain step's ({format_bytes(plain_peak)}), below 25% "
         "is asked for: one segment around the whole model is recomputed with everything saved",
     )
+    same = free["difference"] == 0
     tally.award(
         0.5,
-        free["difference"] == 0,
-        f"run_repaired: output or gradients differ from the plain step's by {_shown(free['difference'])} "
-        "(inf: one is missing): x needs no gradient here, the weights do",
+        same and not free.get("touched"),
+        "run_repaired: it changes the caller's x in place (its numbers, or requires_grad): the batch must "
+        "stay as it is"
+        if same
+        else "run_repaired: output or gradients differ from the plain step's by "
+        f"{_shown(free['difference'])} (inf: one is missing): x needs no gradient here, the weights do",
     )
     warned = "; ".join(free["warnings"]) or str(strict.get("error", ""))
     tally.award(

@@ -213,3 +213,25 @@ def test_the_meter_sees_no_memory_of_a_random_state() -> None:
     with Meter() as meter:
         state = torch.get_rng_state()
         assert meter.live_bytes <= state.nbytes
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ([6, 6, 6], "the 24 plain blocks at the end are the peak"),
+        ([5, 5, 5, 5], "the 22 plain blocks at the end are the peak"),
+        ([1] * 23, "their 23 inputs and the 19 plain blocks"),
+    ],
+)
+def test_the_hint_on_segments_names_the_plain_tail(plan: list[int], said: str) -> None:
+    assert said in deep._plan_hint(deep._Chain(42, 0, 23), plan)
+
+
+def test_a_repair_that_changes_the_callers_batch_loses_half_a_point() -> None:
+    edits = [
+        ("    for block in blocks:", "    x.requires_grad_()\n    for block in blocks:"),
+        ("use_reentrant=False", "use_reentrant=True"),
+    ]
+    got = score(CHAPTER, "3.6", mutant(CHAPTER, "3.6", edits))
+    assert got.points == 2.5
+    assert "x in place" in got.messages[0]
