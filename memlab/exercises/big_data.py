@@ -889,10 +889,13 @@ def _evidence_5_5(answer: Any, seed: int) -> Evidence:
             kept = x.clone()
             y = answer(x)
             if not isinstance(y, torch.Tensor) or y.dtype != torch.bfloat16 or y.shape != x.shape:
-                kind = str(y.dtype) if isinstance(y, torch.Tensor) else type(y).__name__
+                kind = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, torch.Tensor) else type(y).__name__
+                hint = ""
+                if isinstance(y, torch.Tensor) and y.numel() == 2 * x.numel():
+                    hint = "; twice the length comes from int64 noise: torch.randint(..., dtype=torch.int32)"
                 return {
                     "error": f"TypeError: stochastic_round returned {kind}, not a bfloat16 tensor of "
-                    "x's shape"
+                    f"x's shape {tuple(x.shape)}{hint}"
                 }
             exact = float(kept[0])
             low, high = _neighbours(kept[:1])
@@ -1078,6 +1081,7 @@ def _amp(answer: Any, seed: int, dtype_name: str, bad: int) -> Evidence:
         model = copy.deepcopy(made)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
         calls = seen["calls"]
+        inside: list[bool] = []  # torch's step calls unscale_ itself: that isn't the student's call
 
         class Spy(torch.amp.GradScaler):
             def scale(self, outputs: Any) -> Any:
@@ -1085,12 +1089,17 @@ def _amp(answer: Any, seed: int, dtype_name: str, bad: int) -> Evidence:
                 return super().scale(outputs)
 
             def unscale_(self, optimizer: Any) -> None:
-                calls.append("unscale_")
+                if not inside:
+                    calls.append("unscale_")
                 super().unscale_(optimizer)
 
             def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
                 calls.append("step")
-                return super().step(optimizer, *args, **kwargs)
+                inside.append(True)
+                try:
+                    return super().step(optimizer, *args, **kwargs)
+                finally:
+                    inside.clear()
 
             def update(self, new_scale: Any = None) -> None:
                 calls.append("update")

@@ -106,6 +106,21 @@ def test_a_message_names_the_likeliest_mistake(exercise: str, mistake: str, poin
     assert any(says in message for message in messages), messages
 
 
+def test_int64_noise_is_told_by_its_shape() -> None:
+    edits = [
+        (", dtype=torch.int32, device=x.device)", ")"),
+        ("torch.where(x.isfinite(), bits.view(torch.float32), x)", "bits.view(torch.float32)"),
+    ]
+    earned, messages = score("5.5", shared.mutant(CHAPTER, "5.5", edits))
+    assert earned == 0 and "dtype=torch.int32" in messages[0]
+
+
+def test_only_the_students_own_calls_of_the_scaler_are_listed() -> None:
+    edits = [("        scaler.unscale_(optimizer)\n", "")]  # torch's step calls it then
+    earned, messages = score("5.6", shared.mutant(CHAPTER, "5.6", edits))
+    assert earned == 2.5 and any(m.endswith("your calls: scale, step, update") for m in messages)
+
+
 @pytest.mark.parametrize(
     ("exercise", "source"),
     [
