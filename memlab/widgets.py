@@ -587,11 +587,10 @@ def _micro_batch_view(now: Choices, before: Choices | None, controls: Sequence[C
     note += "Live tensors of one step, gradients kept between micro-batches; cache and context come on top."
     figure = plots.curves(
         {"peak of the step": (sizes, peaks)},
-        finding,
+        f"{largest} samples fit on {card.name}",
         "micro-batch (samples)",
         "live tensors at the peak",
         in_bytes=True,
-        log_x=2,
         budget=card.memory_bytes,
     )
     return View(
