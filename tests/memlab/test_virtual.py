@@ -88,7 +88,9 @@ def test_a_card_that_is_too_small_says_so_in_cudas_words_and_leaves_all_clean() 
     card = hardware.gpu("T4")
     layers = card.memory_bytes // 2**30 + 1
     with (
-        pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory. Tried to allocate 1024.00 MiB.") as e,
+        pytest.raises(
+            torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate 1024\.00 M"
+        ) as e,
         VirtualGPU("t4") as gpu,
     ):
         kept = [nn.Linear(2**14, 2**14, bias=False) for _ in range(layers)]
