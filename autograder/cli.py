@@ -67,7 +67,9 @@ def run(
             help="Folder of the results; build/course (build/student with --student) when left out."
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where the toys run: auto, cpu, cuda, cuda:1.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where the toys run: auto, cpu, cuda, cuda:1, virtual:T4.")
+    ] = None,
     size: Annotated[str | None, typer.Option(help="Size of the toys: smallest or normal.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of random numbers.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Chapters that run side by side.")] = 2,

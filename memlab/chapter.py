@@ -3,6 +3,10 @@
 It settles where the chapter runs, how large its toys are and which seed they use, says so in one line, and
 gives the chapter a way to state its headline numbers so that a runner can collect them.
 
+A chapter runs on the CPU, on a CUDA GPU, or on a virtual card (`device="virtual:T4"`): then what stands in
+`with lab.card():` runs on fake tensors by that card's rules and is measured there, whatever its size. Fake
+tensors hold no values, so numbers (losses, norms of gradients) are computed on `lab.device_for("losses")`.
+
 A value is taken from, in this order: the argument, where it differs from its default (papermill's parameters
 come this way); the environment (MEMLAB_DEVICE, MEMLAB_SIZE, MEMLAB_SEED); the default. While a submission is
 being graded (MEMLAB_GRADING=1) the default size is 'smallest'.
@@ -17,11 +21,12 @@ import os
 import random
 import re
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memlab import units
+from memlab import hardware, units
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +48,29 @@ class Lab:
     device: torch.device
     size: str
     seed: int
+    virtual: str = (
+        ""  # name of the virtual card; `device` is then the CPU's, on which fake tensors say they lie
+    )
+
+    def card(self) -> AbstractContextManager[object]:
+        """Where bytes are measured: nothing changes on a CPU or GPU; else all inside is on the virtual card.
+
+        Models, batches and optimizers are made inside, and none of their values may be read.
+        """
+        if not self.virtual:
+            return nullcontext()
+        from memlab.virtual import VirtualGPU
+
+        return VirtualGPU(self.virtual)
+
+    def device_for(self, values: str) -> torch.device:
+        """The device for tensors whose values are read: `device`; a virtual card can't, and says so.
+
+        `values` names what is read: "losses", "norms of gradients".
+        """
+        if self.virtual:
+            print(f"({values}: the tensors of a virtual {self.virtual} hold no values; computed on the CPU)")
+        return self.device
 
     def pick(self, *, smallest: T, normal: T) -> T:
         """The value for this run's size: small enough to be graded in seconds, or worth looking at."""
@@ -83,8 +111,8 @@ def begin(
 ) -> Lab:
     """Start a chapter: pick the device, seed `random` and torch, print one line about this machine.
 
-    `device` is 'auto' (CUDA where torch sees a GPU, else the CPU), 'cpu', 'cuda' or 'cuda:N'; `size` is
-    'normal' or 'smallest'. Raises ValueError, in one line, for anything else.
+    `device` is 'auto' (CUDA where torch sees a GPU, else the CPU), 'cpu', 'cuda', 'cuda:N' or 'virtual:CARD';
+    `size` is 'normal' or 'smallest'. Raises ValueError, in one line, for anything else.
     """
     if not re.fullmatch(r"\d\d_[a-z0-9_]+", chapter):
         raise ValueError(f"chapter {chapter!r} isn't a chapter's name; write it as in '02_four_consumers'")
@@ -94,7 +122,9 @@ def begin(
     chosen_seed, seed_from = _choose("seed", seed, DEFAULT_SEED, DEFAULT_SEED)
     if chosen_size not in SIZES:
         raise ValueError(f"{size_from} {chosen_size!r}: write 'smallest' or 'normal'")
-    lab = Lab(chapter, _device(chosen_device, device_from), chosen_size, _seed(chosen_seed, seed_from))
+    virtual = _virtual(chosen_device)
+    where = _device("cpu" if virtual else chosen_device, device_from)
+    lab = Lab(chapter, where, chosen_size, _seed(chosen_seed, seed_from), virtual)
 
     import torch
 
@@ -104,6 +134,8 @@ def begin(
     if torch.get_num_threads() > _cores():
         torch.set_num_threads(_cores())
     machine = f"{_machine(lab.device)}, torch {torch.__version__}"
+    if virtual:
+        machine = f"a virtual {virtual}, values on {machine}"
     print(f"{lab.chapter} on {machine}; size {lab.size}, seed {lab.seed}")
     return lab
 
@@ -116,10 +148,18 @@ def _choose(name: str, given: object, default: object, fallback: object) -> tupl
     return (given if given != default else fallback), name
 
 
+def _virtual(text: object) -> str:
+    """The full name of the card in 'virtual:T4'; '' for any other device. Raises UnknownNameError."""
+    kind, _, name = str(text).strip().partition(":")
+    if kind.lower() != "virtual":
+        return ""
+    return hardware.gpu(name.strip()).name
+
+
 def _device(text: object, named: str) -> torch.device:
     match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", str(text).strip().lower())
     if match is None or (match[2] and match[1] != "cuda"):
-        raise ValueError(f"{named} {text!r}: write 'auto', 'cpu', 'cuda' or 'cuda:0'")
+        raise ValueError(f"{named} {text!r}: write 'auto', 'cpu', 'cuda', 'cuda:0' or 'virtual:T4'")
     import torch
 
     count = torch.cuda.device_count() if match[1] != "cpu" and torch.cuda.is_available() else 0

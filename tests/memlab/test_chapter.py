@@ -31,6 +31,25 @@ def test_auto_takes_the_gpu_where_there_is_one():
     assert begin().device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def test_a_virtual_card_measures_bytes_and_the_cpu_computes_values(capsys):
+    lab = begin(device="virtual:t4")
+    assert "on a virtual T4, values on " in capsys.readouterr().out
+    assert (lab.virtual, lab.device) == ("T4", torch.device("cpu"))
+    with lab.card():
+        x = torch.empty(2**30, device=lab.device)  # 4 GiB that are nowhere
+        assert torch.cuda.memory_allocated() == x.nbytes == 4 * 2**30
+    assert torch.ones(2, device=lab.device_for("sums")).sum().item() == 2
+    assert capsys.readouterr().out.startswith("(sums: the tensors of a virtual T4 hold no values")
+
+
+def test_without_a_virtual_card_nothing_changes(capsys):
+    lab = begin(device="cpu")
+    capsys.readouterr()
+    with lab.card():
+        assert torch.ones(2, device=lab.device_for("sums")).sum().item() == 2
+    assert (lab.virtual, capsys.readouterr().out) == ("", "")
+
+
 def test_same_seed_same_numbers():
     def draw(seed):
         begin(seed=seed)
@@ -79,6 +98,8 @@ def test_pick():
         ({"device": "gpu"}, "device 'gpu': write 'auto', 'cpu', 'cuda'"),
         ({"device": "cpu:1"}, "device 'cpu:1'"),
         ({"device": "cuda:99"}, "torch sees"),
+        ({"device": "virtual:T5"}, "T5"),
+        ({"device": "virtual"}, "unknown GPU"),
         ({"size": "huge"}, "size 'huge': write 'smallest' or 'normal'"),
         ({"seed": -1}, "seed -1: write a whole number"),
         ({"seed": 1.5}, "seed 1.5"),
