@@ -56,6 +56,7 @@ _TYPES: dict[str, tuple[Any, str | None]] = {
     "float": (float | None, "P"),
     "bool": (bool | None, None),
     "tuple[str, ...]": (list[str] | None, "WHAT:WHERE"),
+    "tuple[str, ...] | str": (str | None, "LAYERS"),
 }
 
 

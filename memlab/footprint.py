@@ -50,6 +50,7 @@ class Footprint:
     device: str
     gpu: GPU | None
     parameter_count: int
+    trained_count: int
     consumers: Mapping[str, int]
     phases: Mapping[str, Mapping[str, int]]
     moments: Mapping[str, str]
@@ -93,6 +94,7 @@ class Footprint:
             "device": self.device,
             "gpu": self.gpu.name if self.gpu else None,
             "parameter_count": self.parameter_count,
+            "trained_count": self.trained_count,
             "consumers": dict(self.consumers),
             "phases": {phase: dict(row) for phase, row in self.phases.items()},
             "moments": dict(self.moments),
@@ -117,7 +119,10 @@ class Footprint:
 
     def _heading(self) -> str:
         each = "" if self.recipe.world_size == 1 else " per GPU"
-        return f"{self.model}: {format_count(self.parameter_count)} parameters, one training step{each}"
+        frozen = self.trained_count < self.parameter_count
+        trained = f" ({format_count(self.trained_count)} trained)" if frozen else ""
+        count = format_count(self.parameter_count)
+        return f"{self.model}: {count} parameters{trained}, one training step{each}"
 
     def _verdict(self) -> str:
         text = f"peak {format_bytes(self.peak_bytes)}, in {self.peak_phase}: {self.moments[self.peak_phase]}"
@@ -188,12 +193,14 @@ def footprint(
         raise unknown_name("device", device, DEVICES)
     walk = Walk(config, recipe, device)
     walk.run()
+    trained = sum(weight.count for weight in recipe.weights(config) if weight.trained)
     return Footprint(
         model=config.name,
         recipe=recipe,
         device=device,
         gpu=card,
-        parameter_count=config.parameter_count,
+        parameter_count=config.parameter_count + (trained if recipe.lora_rank is not None else 0),
+        trained_count=trained,
         consumers=walk.largest,
         phases={phase: {**row, "total": sum(row.values())} for phase, row in walk.peaks.items()},
         moments=walk.moments,

@@ -130,6 +130,13 @@ class TransformerConfig:
         """Every trained tensor once, in the module's order."""
         return self._parameters
 
+    @cached_property
+    def linear_layers(self) -> frozenset[str]:
+        """Names of the linear layers, without the head: what LoRA can adapt and 4 bits can hold."""
+        inside = ("attn", "mlp")
+        names = (p.name.removesuffix(".weight") for p in self._parameters if p.name.endswith(".weight"))
+        return frozenset(n for n in names if n == "pooler" or n.split(".")[-2:-1] in ([i] for i in inside))
+
     def buffers(self) -> tuple[BufferSpec, ...]:
         if self.positions == "rope":
             return (BufferSpec("rope.inverse_frequency", (self.head_dim // 2,), "fp32"),)
@@ -224,6 +231,11 @@ class ConvConfig:
     def has_dropout(self) -> bool:
         """AlexNet and VGG drop out in their classifier (0.5 as published), the others nowhere."""
         return self.family in ("alexnet", "vgg")
+
+    @property
+    def linear_layers(self) -> frozenset[str]:
+        """None that LoRA would adapt: those of a convnet are its classifier."""
+        return frozenset()
 
     @property
     def batch_norm(self) -> bool:

@@ -9,7 +9,8 @@ What decides the memory is written out where a library would hide it:
 * attention: `eager` stores the score matrix, `sdpa` and `flash` don't;
 * RMSNorm and rotary positions are ordinary tensor operations, in the order of the published code;
 * dropout with probability 0 is no operation at all;
-* checkpointing wraps blocks, `use_reentrant=False`.
+* checkpointing wraps blocks, `use_reentrant=False`;
+* with adapters (`lora`) all else is frozen: it has no gradients.
 
 Shapes in comments: B micro-batch, T tokens, C hidden size, H heads, D head size, V vocabulary.
 """
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from memlab.lora import LoRALinear, LoRANF4Linear, NF4Linear
 from memlab.models import ConvConfig, TransformerConfig
 from memlab.recipe import Recipe
 
@@ -50,7 +52,11 @@ def build(
     """
     recipe = (recipe or Recipe()).resolve(config)
     with _default_dtype(DTYPES[recipe.parameter_dtype]), torch.device(device or torch.get_default_device()):
-        return _FAMILIES[config.family](config, recipe)
+        net = _FAMILIES[config.family](config, recipe)
+    if recipe.lora_rank is not None:
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(".lora_" in name)
+    return net
 
 
 @contextmanager
@@ -73,6 +79,23 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=0.02)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+def linear(r: Recipe, name: str, inside: int, out: int, bias: bool = True) -> nn.Module:
+    """A linear layer as the recipe trains it: whole, or frozen, perhaps in 4 bits, perhaps with an adapter.
+
+    `name` is its own in its block ('attn.query'), by which the recipe chooses.
+    """
+    layer = Linear(inside, out, bias=bias)
+    rank, dtype = r.lora_rank, DTYPES[r.adapter_dtype]
+    if rank is None or not (r.quantized or r.adapts(name)):
+        return layer
+    if not r.quantized:
+        return LoRALinear(layer, rank, dtype)
+    compute, double = DTYPES[r.compute_dtype], r.base_weights == "nf4-double"
+    if not r.adapts(name):
+        return NF4Linear(layer, compute, double)
+    return LoRANF4Linear(layer, compute, double, rank, dtype)
 
 
 class Embedding(nn.Embedding):
@@ -241,9 +264,12 @@ class Embed(nn.Module):
             )  # `self.type` is a method of every module
         self.norm = nn.LayerNorm(c.hidden, c.norm_eps) if c.family == "bert" else None
         self.dropout = Dropout(r.dropout)
+        self.input_gradients = r.lora_rank is not None and r.checkpointing != "none"
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.token(tokens)
+        if self.input_gradients:  # what transformers calls enable_input_require_grads
+            x.requires_grad_(True)
         if self.position is not None:
             x = x + self.position(torch.arange(tokens.size(1), device=tokens.device))
         if (of_type := self._modules.get("type")) is not None:
@@ -281,10 +307,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class MLP(nn.Module):
     """Two linear layers with GELU between."""
 
-    def __init__(self, c: TransformerConfig) -> None:
+    def __init__(self, c: TransformerConfig, r: Recipe) -> None:
         super().__init__()
-        self.up = Linear(c.hidden, c.ffn)
-        self.down = Linear(c.ffn, c.hidden)
+        self.up = linear(r, "mlp.up", c.hidden, c.ffn)
+        self.down = linear(r, "mlp.down", c.ffn, c.hidden)
         self.approximate = "tanh" if c.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -295,11 +321,11 @@ class MLP(nn.Module):
 class GatedMLP(nn.Module):
     """SwiGLU: a gate decides how much of `up` passes (Shazeer, arXiv:2002.05202)."""
 
-    def __init__(self, c: TransformerConfig) -> None:
+    def __init__(self, c: TransformerConfig, r: Recipe) -> None:
         super().__init__()
-        self.gate = Linear(c.hidden, c.ffn, bias=False)
-        self.up = Linear(c.hidden, c.ffn, bias=False)
-        self.down = Linear(c.ffn, c.hidden, bias=False)
+        self.gate = linear(r, "mlp.gate", c.hidden, c.ffn, bias=False)
+        self.up = linear(r, "mlp.up", c.hidden, c.ffn, bias=False)
+        self.down = linear(r, "mlp.down", c.ffn, c.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(F.silu(self.gate(x)) * self.up(x))
@@ -314,8 +340,8 @@ class GPT2Attention(nn.Module):
         super().__init__()
         self.head_dim, self.kind, self.p = c.head_dim, r.attention, r.dropout
         width = c.heads * c.head_dim
-        self.qkv = Linear(c.hidden, 3 * width)  # queries, keys and values in one product
-        self.out = Linear(width, c.hidden)
+        self.qkv = linear(r, "attn.qkv", c.hidden, 3 * width)  # queries, keys and values in one product
+        self.out = linear(r, "attn.out", width, c.hidden)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (heads(t, self.head_dim) for t in self.qkv(x).chunk(3, dim=-1))
@@ -332,7 +358,7 @@ class GPT2Block(nn.Module):
         self.norm1 = nn.LayerNorm(c.hidden, c.norm_eps)
         self.attn = GPT2Attention(c, r)
         self.norm2 = nn.LayerNorm(c.hidden, c.norm_eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c, r)
         self.dropout = Dropout(r.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -367,13 +393,13 @@ class BertAttention(nn.Module):
         super().__init__()
         self.head_dim, self.kind, self.p = c.head_dim, r.attention, r.dropout
         width = c.heads * c.head_dim
-        self.query = Linear(c.hidden, width)
-        self.key = Linear(c.hidden, width)
-        self.value = Linear(c.hidden, width)
-        self.out = Linear(width, c.hidden)
+        self.query = linear(r, "attn.query", c.hidden, width)
+        self.key = linear(r, "attn.key", c.hidden, width)
+        self.value = linear(r, "attn.value", c.hidden, width)
+        self.out = linear(r, "attn.out", width, c.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (heads(linear(x), self.head_dim) for linear in (self.query, self.key, self.value))
+        q, k, v = (heads(layer(x), self.head_dim) for layer in (self.query, self.key, self.value))
         p = self.p if self.training else 0.0
         x = self.out(merge(attend(q, k, v, kind=self.kind, causal=False, dropout=p)))
         return x
@@ -386,7 +412,7 @@ class BertBlock(nn.Module):
         super().__init__()
         self.attn = BertAttention(c, r)
         self.norm1 = nn.LayerNorm(c.hidden, c.norm_eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c, r)
         self.norm2 = nn.LayerNorm(c.hidden, c.norm_eps)
         self.dropout = Dropout(r.dropout)
 
@@ -407,7 +433,7 @@ class Bert(Net):
         super().__init__(c, r)
         self.embed = Embed(c, r)
         self.blocks = nn.ModuleList(BertBlock(c, r) for _ in range(c.layers))
-        self.pooler = Linear(c.hidden, c.hidden)
+        self.pooler = linear(r, "pooler", c.hidden, c.hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.run(list(self.blocks), self.embed(tokens))
@@ -422,13 +448,13 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.head_dim, self.kind = c.head_dim, r.attention
         width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self.query = Linear(c.hidden, width, bias=c.qkv_bias)
-        self.key = Linear(c.hidden, kv_width, bias=c.qkv_bias)
-        self.value = Linear(c.hidden, kv_width, bias=c.qkv_bias)
-        self.out = Linear(width, c.hidden, bias=False)
+        self.query = linear(r, "attn.query", c.hidden, width, bias=c.qkv_bias)
+        self.key = linear(r, "attn.key", c.hidden, kv_width, bias=c.qkv_bias)
+        self.value = linear(r, "attn.value", c.hidden, kv_width, bias=c.qkv_bias)
+        self.out = linear(r, "attn.out", width, c.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = (heads(linear(x), self.head_dim) for linear in (self.query, self.key, self.value))
+        q, k, v = (heads(layer(x), self.head_dim) for layer in (self.query, self.key, self.value))
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         x = self.out(merge(attend(q, k, v, kind=self.kind, mask=mask, causal=True)))
@@ -443,7 +469,7 @@ class LlamaBlock(nn.Module):
         self.norm1 = RMSNorm(c.hidden, c.norm_eps)
         self.attn = LlamaAttention(c, r)
         self.norm2 = RMSNorm(c.hidden, c.norm_eps)
-        self.mlp = GatedMLP(c)
+        self.mlp = GatedMLP(c, r)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.attn(self.norm1(x), cos, sin, mask)

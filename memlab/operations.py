@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memlab.models import ConvConfig, TransformerConfig
-from memlab.recipe import Recipe
+from memlab.recipe import BLOCK_4BIT, Recipe
 from memlab.units import DTYPE_BYTES
 
 
@@ -35,12 +35,17 @@ class Store:
 
 
 class Value:
-    """A tensor as an operation sees it: a shape of its own, and a store that views share."""
+    """A tensor as an operation sees it: a shape of its own, and a store that views share.
 
-    __slots__ = ("bytes", "dtype", "key", "shape", "store")
+    `needs`: a gradient is asked for.
+    """
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, store: Store, key: object = None) -> None:
-        self.shape, self.dtype, self.store = shape, dtype, store
+    __slots__ = ("bytes", "dtype", "key", "needs", "shape", "store")
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: str, store: Store, needs: bool, key: object = None
+    ) -> None:
+        self.shape, self.dtype, self.store, self.needs = shape, dtype, store, needs
         self.bytes = math.prod(shape) * DTYPE_BYTES[dtype]
         self.key = key or self  # whose gradient it is: a reshaped tensor has that of the original
 
@@ -50,8 +55,9 @@ class Op:
     """One operation. Backward makes a gradient for each of `grads`, or `passes` its own on (addition).
 
     `slices`: the gradients are views of the incoming one (concatenation).
-    `params`: (name, values) of the weights it gives gradients to, in `param_dtype`; `casts`: autocast's
-    16-bit copies. `linear`: what `selective` checkpointing keeps.
+    `params`: (name, values) of its weights; it gives them gradients in `param_dtype` if it `trains`. `casts`:
+    autocast's 16-bit copies. `packs`: it saves a tensor, one of `saves` or a weight. `linear`: what
+    `selective` checkpointing keeps.
     """
 
     name: str
@@ -68,6 +74,8 @@ class Op:
     param_dtype: str = "fp32"
     casts: list[Store] = field(default_factory=list)
     linear: bool = False
+    trains: bool = True
+    packs: bool = False
 
     @property
     def computes(self) -> bool:
@@ -96,6 +104,7 @@ class Tape:
         self.recipe, self.device = recipe, device
         self.compute, self.stored = recipe.compute_dtype, recipe.parameter_dtype
         self.cuda = device == "cuda"
+        self.frozen = recipe.lora_rank is not None
         self.ops: list[Op] = []
         self.where = ""
 
@@ -116,24 +125,32 @@ class Tape:
         why: str = "",
         **rest: Any,
     ) -> Value:
-        """An operation with one result; it saves `saves`, the result if `result`, and `extra`, made by it."""
+        """An operation with one result; it saves `saves`, the result if `result`, and `extra`, made by it.
+
+        Nothing is saved if no gradient is asked for: of none of `ins`, and it trains no weight.
+        """
         store = inplace.store if inplace else self.store(name, shape, dtype)
-        out = Value(shape, dtype, store)
-        kept = [s.store if isinstance(s, Value) else s for s in saves]
-        if result:
+        trains = rest.setdefault("trains", not self.frozen) and bool(rest.get("params"))
+        out = Value(shape, dtype, store, trains or any(x.needs for x in ins))
+        kept = [s.store if isinstance(s, Value) else s for s in saves] if out.needs else []
+        if out.needs and result:
             kept.append(store)
-        kept += extra
+        if out.needs:
+            kept += extra
         for one in kept:
             one.saved = True
             one.why = one.why or why or f"{name}: its backward needs it"
-        made = [*extra] if inplace else [store, *extra]
-        grads = rest.pop("grads", list(ins))
-        self.ops.append(Op(self.where + name, list(ins), [out], kept, made, list(grads), **rest))
+        made = [*([] if inplace else [store]), *extra, *rest.pop("made", [])]
+        grads = rest.pop("grads", [x for x in ins if x.needs])
+        rest["packs"] = bool(kept) or (rest.get("packs", False) and out.needs)
+        self.ops.append(
+            Op(self.where + name, list(ins), [out], kept, made, grads if out.needs else [], **rest)
+        )
         return out
 
     def view(self, x: Value, shape: tuple[int, ...]) -> Value:
         """The same tensor under another shape: nothing is made, nor is its gradient."""
-        return Value(shape, x.dtype, x.store, x.key)
+        return Value(shape, x.dtype, x.store, x.needs, x.key)
 
     def make(self, stores: list[Store], name: str) -> None:
         """Constants of a block, without a gradient."""
@@ -155,8 +172,8 @@ class Tape:
         return self.op(name, [x], x.shape, dtype)
 
     def autocast(self, x: Value, name: str) -> Value:
-        """What a linear layer or convolution reads: a 16-bit copy under autocast."""
-        return self.cast(x, self.compute, f"{name} input in {self.compute}")
+        """What a matrix product reads: a 16-bit copy under autocast."""
+        return self.cast(x, self.compute, f"{name} input in {self.compute}") if self.recipe.autocast else x
 
     def weights(
         self, op: dict[str, Any], name: str, weight: tuple[int, ...], bias: tuple[int, ...] | None
@@ -165,30 +182,81 @@ class Tape:
         names = [("weight", weight)] + ([("bias", bias)] if bias else [])
         op["params"] = [(f"{self.where}{name}.{kind}", math.prod(shape)) for kind, shape in names]
         op["param_dtype"] = self.compute
-        if self.compute != self.stored and not streams(self.recipe):
+        if self.recipe.autocast and not streams(self.recipe):
             op["casts"] = [
                 self.store(f"{name}.{kind} in {self.compute}", s, self.compute) for kind, s in names
             ]
 
     def linear(self, x: Value, out: int, name: str, bias: bool = True) -> Value:
-        x = self.autocast(x, name)
-        rest: dict[str, Any] = {"linear": True}
+        layer = f"{self.where}{name}".removeprefix("blocks.*.")
+        if not self.frozen or layer in ("head", "embed.token"):
+            return self._linear(self.autocast(x, name), out, name, bias)
+        if self.recipe.quantized:
+            y = self._nf4(x, out, name, bias)
+        else:
+            y = self._linear(self.autocast(x, name), out, name, bias)
+        if not self.recipe.adapts(layer):
+            return y
+        # peft's lora.Linear casts the sum, its Linear4bit the adapter's part (and nothing under autocast)
+        kind, cast, quantized = y.dtype, self.recipe.adapter_dtype, self.recipe.quantized
+        if quantized:
+            y = self.copy(y, f"{name} output cloned")
+            cast = x.dtype if self.recipe.autocast else cast
+        x = self.cast(x, cast, f"{name} input in {cast}")
+        z = x
+        assert self.recipe.lora_rank is not None
+        for part, width in ((f"{name}.lora_A", self.recipe.lora_rank), (f"{name}.lora_B", out)):
+            z = self._linear(self.autocast(z, part), width, part, False, trains=True)
+        z = self.op(f"{name} adapter * scaling", [z], z.shape, z.dtype)
+        if quantized and not self.recipe.autocast:
+            z = self.cast(z, kind, f"{name} adapter in {kind}")
+        y = self.add(y, z, f"{name} adapted")
+        y = y if quantized else self.cast(y, kind, f"{name} adapted in {kind}")
+        self.keep(x)
+        return y
+
+    def _linear(self, x: Value, out: int, name: str, bias: bool, **more: Any) -> Value:
+        rest: dict[str, Any] = {"linear": True, **more}
         self.weights(rest, name, (out, x.shape[-1]), (out,) if bias else None)
+        rest["param_dtype"] = x.dtype
         return self._product(x, (*x.shape[:-1], out), name, rest)
 
+    def _nf4(self, x: Value, out: int, name: str, bias: bool) -> Value:
+        """Linear4bit: the weight is whole for the product, in backward again, and nothing is saved for it."""
+        kind, values = x.dtype, out * x.shape[-1]
+        x = self.cast(x, self.compute, f"{name} input in {self.compute}")
+        held = [x]
+        if bias and self.compute != self.stored:
+            held.append(self.op(f"{name}.bias in {self.compute}", [], (out,), self.compute))
+        whole = values * DTYPE_BYTES[self.compute]
+        # 8-bit scales are made fp32 before the weight is made, and go as it is there
+        scales = -(-values // BLOCK_4BIT) * 4 if self.recipe.base_weights == "nf4-double" else 0
+        result = math.prod(x.shape[:-1]) * out * DTYPE_BYTES[self.compute]
+        y = self.op(
+            f"{name} output", [x], (*x.shape[:-1], out), self.compute, linear=True,
+            scratch=whole + max(0, scales - result), back=whole + max(0, scales - x.bytes),
+        )  # fmt: skip
+        y = self.cast(y, kind, f"{name} output in {kind}")
+        self.keep(*held)
+        return y
+
     def conv(self, x: Value, shape: tuple[int, ...], name: str, weight: tuple[int, ...], bias: bool) -> Value:
-        rest: dict[str, Any] = {"grads": []} if x.store.name == "images" else {}
+        rest: dict[str, Any] = {}
         x = self.autocast(x, name)
         self.weights(rest, name, weight, (weight[0],) if bias else None)
         return self._product(x, shape, name, rest)
 
     def _product(self, x: Value, shape: tuple[int, ...], name: str, rest: dict[str, Any]) -> Value:
-        kept: list[Value | Store] = [x]
-        if rest.get("casts"):
-            kept.append(rest["casts"][0])
-            rest["casts"][0].why = f"{name}: the gradient of its input needs the weight that was used"
+        trains = rest.get("trains", not self.frozen)
+        kept: list[Value | Store] = [x] if trains else []
+        copies = rest.get("casts", [])
+        if copies and x.needs:
+            copies[0].why = f"{name}: the gradient of its input needs the weight that was used"
+            kept.append(copies[0])
+        if not trains:  # autocast keeps copies of trained weights only for the next use
+            rest["made"], rest["casts"] = copies, []
         return self.op(
-            f"{name} output", [x], shape, self.compute, saves=kept,
+            f"{name} output", [x], shape, x.dtype, saves=kept, packs=True,
             why=f"{name}: the gradient of its weight needs its input", **rest,
         )  # fmt: skip
 
@@ -220,8 +288,9 @@ class Tape:
         normal = self.op(f"{name} normalized", [x32, rms], x.shape, "fp32", saves=[x32, rms], back=x32.bytes)
         normal = self.cast(normal, x.dtype, f"{name} normalized in {x.dtype}")
         return self.op(
-            f"{name} output", [normal], x.shape, x.dtype, saves=[normal], back=normal.bytes,
-            params=[(f"{self.where}{name}.weight", x.shape[-1])], param_dtype=self.stored,
+            f"{name} output", [normal], x.shape, x.dtype, saves=[] if self.frozen else [normal],
+            back=0 if self.frozen else normal.bytes,
+            params=[(f"{self.where}{name}.weight", x.shape[-1])], param_dtype=self.stored, packs=True,
             why=f"{name}: the gradient of its weight needs the normalized input",
         )  # fmt: skip
 
@@ -238,14 +307,18 @@ class Tape:
         dtype = "fp32" if "fp32" in (x.dtype, y.dtype) else x.dtype
         return self.op(name, [x, y], x.shape, dtype, passes=True, inplace=x if inplace else None)
 
+    def factors(self, x: Value, y: Value) -> list[Value]:
+        """What a product saves: each factor, if a gradient of the other is asked for."""
+        return [*([x] if y.needs else []), *([y] if x.needs else [])]
+
     def copy(self, x: Value, name: str, shape: tuple[int, ...] | None = None) -> Value:
         return self.op(name, [x], shape or x.shape, x.dtype, passes=True)
 
     def split(self, x: Value, parts: int, name: str) -> list[Value]:
         """Equal views along the last axis; backward puts their gradients together in a new tensor."""
         shape = (*x.shape[:-1], x.shape[-1] // parts)
-        outs = [Value(shape, x.dtype, x.store) for _ in range(parts)]
-        self.ops.append(Op(self.where + name, [x], outs, [], [], [x]))
+        outs = [Value(shape, x.dtype, x.store, x.needs) for _ in range(parts)]
+        self.ops.append(Op(self.where + name, [x], outs, [], [], [x] if x.needs else []))
         return outs
 
     def relu(self, x: Value, name: str) -> Value:
@@ -259,6 +332,9 @@ class Tape:
         r = self.recipe
         if k.bytes < q.bytes and (r.attention == "eager" or q.dtype == "fp32"):
             k, v = (self._repeat(x, q, name) for x, name in ((k, "keys"), (v, "values")))
+        q, k, v = (
+            self.autocast(x, n) for x, n in ((q, "queries"), (k, "keys"), (v, "values"))
+        )  # no copies, unless 4-bit layers gave back fp32
         batch, tokens, width = q.shape
         scores = (batch, heads, tokens, tokens)
         if r.attention == "eager":
@@ -273,7 +349,8 @@ class Tape:
             back = batch * tokens * (width + heads) * 4 + (2 * q.bytes if k.bytes < q.bytes else 0)
         return self.op(
             "attn output", [q, k, v], q.shape, q.dtype, saves=[q, k, v], result=True, extra=[lse], back=back,
-            linear=True, why="fused attention: its backward computes the scores again from these",
+            grads=[q, k, v], linear=True,
+            why="fused attention: its backward computes the scores again from these",
         )  # fmt: skip
 
     def _repeat(self, x: Value, like: Value, name: str) -> Value:
@@ -289,7 +366,7 @@ class Tape:
         q = self._per_head(q, "queries", False)
         k = self._per_head(k, "keys", repeated)
         why = "matrix product: each factor's gradient needs the other"
-        x = self.op("scores", [q, k], scores, dtype, saves=[q, k], why=why)
+        x = self.op("scores", [q, k], scores, dtype, saves=self.factors(q, k), why=why)
         x = self.op("scaled scores", [x], scores, dtype)
         if causal is not None:
             x = self.op("masked scores", [x], scores, dtype, saves=[causal])
@@ -303,7 +380,7 @@ class Tape:
         x = self.dropout(x, "attention weights")
         x = self.cast(x, dtype, f"attention weights in {dtype}")
         v = self._per_head(v, "values", repeated)
-        x = self.op("attn output per head", [x, v], shape, dtype, saves=[x, v], why=why)
+        x = self.op("attn output per head", [x, v], shape, dtype, saves=self.factors(x, v), why=why)
         self.keep(before_softmax, *([keys] if repeated else []))
         return self.copy(x, "attn output")
 
@@ -318,7 +395,7 @@ class Tape:
         held.append(q)
         q, k = self._per_head(q, "queries", False), self._per_head(k, "keys", False)
         why = "matrix product: each factor's gradient needs the other"
-        x = self.op("scores", [q, k], scores, "fp32", saves=[q, k], why=why)
+        x = self.op("scores", [q, k], scores, "fp32", saves=self.factors(q, k), why=why)
         x = self.op(
             "attention weights",
             [x],
@@ -329,7 +406,7 @@ class Tape:
         )
         x = self.dropout(x, "attention weights")
         v = self._per_head(v, "values", False)
-        x = self.op("attn output per head", [x, v], shape, "fp32", saves=[x, v], why=why)
+        x = self.op("attn output per head", [x, v], shape, "fp32", saves=self.factors(x, v), why=why)
         self.keep(*held)
         return self.copy(self.cast(x, dtype, f"attn output in {dtype}"), "attn output")
 
@@ -366,6 +443,7 @@ class Program:
         self.tape = Tape(recipe, device)
         self.units: list[Unit] = []
         self.batch: list[Store] = []
+        self.leaf: Value | None = None  # whose gradient nobody asked for, and yet is kept
         self.shared: list[Store] = []  # angles and mask: made once per forward
         if isinstance(config, TransformerConfig):
             self._transformer(config)
@@ -423,7 +501,7 @@ class Program:
         self._finish(self._append("head", x, logits))
 
     def _embed(self, c: TransformerConfig) -> Value:
-        tape, h = self.tape, c.hidden
+        tape, h, r = self.tape, c.hidden, self.recipe
         tape.where = "embed."
 
         def look_up(name: str, table: int, rows: tuple[int, ...], index: Store | None) -> Value:
@@ -435,6 +513,9 @@ class Program:
             )  # fmt: skip
 
         x = look_up("token", self.vocab, self.rows, None)
+        if r.lora_rank is not None and r.checkpointing != "none":
+            x.needs, self.leaf = True, x
+            x.store.saved, x.store.why = True, "enable_input_require_grads: a leaf of autograd's graph"
         if c.positions == "learned":
             index = tape.store("positions", self.rows[1:], "int64")
             x = tape.add(x, look_up("position", c.context, self.rows[1:], index), "token + position")
@@ -511,7 +592,7 @@ class Program:
         gate = tape.op("silu", [gate], gate.shape, gate.dtype, saves=[gate], why=why)
         up = tape.linear(entry, self.ffn, "mlp.up", bias=False)
         why = "product: each factor's gradient needs the other"
-        y = tape.op("silu(gate) * up", [gate, up], up.shape, up.dtype, saves=[gate, up], why=why)
+        y = tape.op("silu(gate) * up", [gate, up], up.shape, up.dtype, saves=tape.factors(gate, up), why=why)
         y = tape.linear(y, c.hidden, "mlp.down", bias=False)
         tape.keep(entry)
         x = tape.add(x, y, "residual 2")
@@ -526,7 +607,7 @@ class Program:
         straight = tape.op(f"{name} * cos", [x], x.shape, x.dtype, saves=[cos], why=why)
         low, high = tape.split(x, 2, f"halves of {name}")
         high = tape.op(f"second half of -{name}", [high], half, x.dtype)
-        turned = Value(x.shape, x.dtype, tape.store(f"{name} turned", x.shape, x.dtype))
+        turned = Value(x.shape, x.dtype, tape.store(f"{name} turned", x.shape, x.dtype), x.needs)
         tape.ops.append(
             Op(
                 tape.where + turned.store.name,
@@ -534,7 +615,7 @@ class Program:
                 [turned],
                 [],
                 [turned.store],
-                [high, low],
+                [high, low] if x.needs else [],
                 slices=True,
             )
         )
@@ -548,7 +629,7 @@ class Program:
         size = r.image or c.image
         images = Store("images", (r.micro_batch, c.channels, size, size), r.parameter_dtype)
         self.batch = [images, Store("targets", (r.micro_batch,), "int64")]
-        x = Value(images.shape, images.dtype, images)
+        x = Value(images.shape, images.dtype, images, needs=False)
         walk = {"lenet": self._lenet, "alexnet": self._alexnet, "vgg": self._vgg,
                 "resnet": self._resnet, "densenet": self._densenet}[c.family]  # fmt: skip
         self._finish(walk(c, x))

@@ -18,8 +18,8 @@ precision
     ======================  ==========  =========  ============  ===============  ==========================
 
     The master copy counts as optimizer state. With amp-* autocast makes 16-bit copies of the weights in
-    forward (temporaries, kept until the autocast region ends, those saved for backward until backward has
-    used them).
+    forward, which live until the autocast region ends: temporaries, except those that backward needs, which
+    are kept until it has used them and count as activations.
 checkpointing
     `full`: each block is one checkpoint; `every-K`: K consecutive blocks are one; `selective`: inside each
     block the outputs of linear layers and of a fused attention kernel are kept, all else (norms, activation
@@ -33,6 +33,20 @@ zero_stage, world_size, tensor_parallel
 offload
     ('optimizer_states:cpu', 'activations:nvme', ...): what leaves the GPU between its uses, and where it
     goes.
+lora_rank, lora_targets
+    The model is frozen, and each linear layer named by lora_targets gets an adapter of that rank, as peft
+    makes them: A (rank, in) and B (out, rank), no dropout. `attention`: queries, keys, values and output;
+    `attention-qv`: queries and values (GPT-2 has one layer for queries, keys and values: that one);
+    `all-linear`: every linear layer but the head; or names of layers, as `query,mlp.up`. Adapters, their
+    gradients and states are fp32, also where the model is in 16 bits (peft's autocast_adapter_dtype, its
+    default); in 16 bits as the model only with zero_stage 2 and 3, where fully_shard wants one dtype. With
+    checkpointing the token embedding's output requires a gradient (enable_input_require_grads, which peft
+    calls).
+base_weights
+    `full`, or the frozen linear layers (not the head) in 4 bits: `nf4` blocks of 64 values with one fp32
+    scale each, `nf4-double` with 8-bit scales (Dettmers et al., arXiv:2305.14314). Each product makes its
+    weight whole for a moment in the precision's 16 bits (or fp32). All other parameters stay as the precision
+    says.
 """
 
 from __future__ import annotations
@@ -58,11 +72,22 @@ CHECKPOINTING = ("none", "full", "every-K", "selective")
 ATTENTION = ("eager", "sdpa", "flash")
 OFFLOAD_WHAT = ("optimizer_states", "parameters", "gradients", "activations")
 OFFLOAD_WHERE = ("cpu", "nvme")
+BASE_WEIGHTS = ("full", "nf4", "nf4-double")
+#: Names for sets of linear layers; (): all of them.
+LORA_TARGETS: dict[str, tuple[str, ...]] = {
+    "attention": ("attn.qkv", "attn.query", "attn.key", "attn.value", "attn.out"),
+    "attention-qv": ("attn.qkv", "attn.query", "attn.value"),
+    "all-linear": (),
+}
 
 #: Block of the 8-bit optimizer states that shares one fp32 scale, and the smallest tensor that is quantized;
 #: smaller ones keep fp32 states (bitsandbytes: blocksize 256, min_8bit_size 4096).
 BLOCK_8BIT = 256
 MIN_8BIT = 4096
+#: 4-bit weights: values that share a scale, and scales that share one if they are quantized themselves
+#: (bitsandbytes 0.50, functional.py: quantize_4bit, blocksize 64; compress_statistics, blocksize 256).
+BLOCK_4BIT = 64
+BLOCK_SCALES = 256
 
 # (parameters, gradients, master copy, optimizer state, compute)
 _DTYPES: dict[str, tuple[str, str, str | None, str, str]] = {
@@ -104,6 +129,46 @@ class StateTensor:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of the model on the GPU: name, shape, dtype, and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trained: bool
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.count * DTYPE_BYTES[self.dtype]
+
+
+def nf4_tensors(shape: tuple[int, ...], double: bool) -> tuple[StateTensor, ...]:
+    """What a card holds of a weight of `shape` in 4 bits, as Linear4bit of bitsandbytes 0.50.
+
+    weight: two values a byte; absmax: the scale of each 64; code: the 16 levels. With `double` the scales are
+    8 bits, themselves in blocks of 256: nested_absmax, their 256 levels nested_code, and offset, their mean.
+    """
+    count = math.prod(shape)
+    blocks = -(-count // BLOCK_4BIT)
+    packed = StateTensor("weight", ((count + 1) // 2, 1), "uint8")
+    code = StateTensor("code", (16,), "fp32")
+    if not double:
+        return packed, StateTensor("absmax", (blocks,), "fp32"), code
+    return (
+        packed,
+        StateTensor("absmax", (blocks,), "uint8"),
+        code,
+        StateTensor("nested_absmax", (-(-blocks // BLOCK_SCALES),), "fp32"),
+        StateTensor("nested_code", (256,), "fp32"),
+        StateTensor("offset", (), "fp32"),
+    )
 
 
 def _choice(key: str, value: object, known: tuple[str, ...]) -> None:
@@ -161,6 +226,13 @@ class Recipe:
     offload: tuple[str, ...] = field(
         default=(), metadata={"help": "WHAT:WHERE, repeatable; optimizer_states:cpu, activations:nvme, ..."}
     )
+    lora_rank: int | None = field(
+        default=None, metadata={"help": "freeze the model, train adapters of this rank"}
+    )
+    lora_targets: tuple[str, ...] | str = field(
+        default="attention", metadata={"help": "|".join(LORA_TARGETS) + "|layers, as query,mlp.up"}
+    )
+    base_weights: str = field(default="full", metadata={"help": "|".join(BASE_WEIGHTS) + ": frozen, 4 bits"})
 
     def __post_init__(self) -> None:
         _choice("precision", self.precision, PRECISIONS)
@@ -190,6 +262,7 @@ class Recipe:
             raise RecipeError(f"set_to_none must be true or false, not {self.set_to_none!r}")
         self._check_sharding()
         self._check_offload()
+        self._check_adapters()
         if self.attention == "flash" and self.compute_dtype == "fp32":
             raise RecipeError(
                 "attention flash runs in 16 bits only: use precision amp-bf16 (or another), or attention sdpa"
@@ -245,16 +318,63 @@ class Recipe:
                 raise RecipeError(f"offload names {what} twice: choose one place")
             seen.add(what)
 
+    def _check_adapters(self) -> None:
+        targets: object = self.lora_targets
+        if isinstance(targets, str) and targets not in LORA_TARGETS:
+            targets = [name.strip() for name in targets.split(",")]
+        if not isinstance(targets, str):
+            named = isinstance(targets, tuple | list) and all(isinstance(t, str) and t for t in targets)
+            if not named or not targets:
+                raise RecipeError(
+                    f"lora_targets must be {', '.join(LORA_TARGETS)} or names of layers, "
+                    f"not {self.lora_targets!r}"
+                )
+            object.__setattr__(self, "lora_targets", tuple(targets))  # type: ignore[arg-type]
+        _choice("base_weights", self.base_weights, BASE_WEIGHTS)
+        if self.lora_rank is None:
+            if self.base_weights != "full":
+                raise RecipeError(
+                    f"base_weights {self.base_weights} can't be trained: set lora_rank, for adapters"
+                )
+            if self.lora_targets != "attention":
+                raise RecipeError("lora_targets without adapters: set lora_rank too")
+            return
+        _whole("lora_rank", self.lora_rank, 1)
+        if self.master_dtype is not None:
+            raise RecipeError(
+                f"precision {self.precision} keeps an fp32 copy of what is trained, and adapters are fp32: "
+                "use precision bf16"
+            )
+        if self.tensor_parallel > 1:
+            raise RecipeError("adapters aren't split between GPUs here: set tensor_parallel to 1")
+        if self.quantized and self.zero_stage >= 2:
+            raise RecipeError(
+                f"zero_stage {self.zero_stage} shards whole layers (fully_shard), and packed 4-bit weights "
+                "aren't sharded here: use zero_stage 0 or 1, or base_weights full"
+            )
+        if self.quantized and self.offloaded("parameters"):
+            raise RecipeError("4-bit weights stay on the GPU here: leave parameters out of offload")
+
     # -- what follows from the fields ------------------------------------------------------------------
 
     @property
     def parameter_dtype(self) -> str:
-        """dtype of the parameters that the model holds."""
+        """dtype of the parameters that the model holds (not of its adapters, nor of 4-bit weights)."""
         return _DTYPES[self.precision][0]
 
     @property
+    def adapter_dtype(self) -> str:
+        """dtype of LoRA's adapters: fp32; that of the model where fully_shard puts both into one group."""
+        return self.parameter_dtype if self.zero_stage >= 2 else "fp32"
+
+    @property
+    def quantized(self) -> bool:
+        """Are the frozen linear layers in 4 bits?"""
+        return self.base_weights != "full"
+
+    @property
     def gradient_dtype(self) -> str:
-        return _DTYPES[self.precision][1]
+        return _DTYPES[self.precision][1] if self.lora_rank is None else self.adapter_dtype
 
     @property
     def master_dtype(self) -> str | None:
@@ -264,7 +384,7 @@ class Recipe:
     @property
     def state_dtype(self) -> str:
         """dtype of momentum and variance (except 8-bit ones)."""
-        return _DTYPES[self.precision][3]
+        return _DTYPES[self.precision][3] if self.lora_rank is None else self.adapter_dtype
 
     @property
     def compute_dtype(self) -> str:
@@ -337,6 +457,43 @@ class Recipe:
                 tensors.append(StateTensor("variance", shape, dtype))
         return tuple(tensors)
 
+    def adapts(self, layer: str) -> bool:
+        """Does the linear layer of this name ('blocks.0.attn.query', or without the block) get an adapter?"""
+        if self.lora_rank is None or layer == "head":
+            return False
+        chosen = self.lora_targets
+        targets = LORA_TARGETS[chosen] if isinstance(chosen, str) else chosen
+        return not targets or any(f".{layer}".endswith(f".{target}") for target in targets)
+
+    def weights(self, config: TransformerConfig | ConvConfig) -> tuple[Weight, ...]:
+        """The model's parameters as this recipe holds them, in the module's order: whole, packed, adapters.
+
+        The scales and levels of 4-bit weights follow their weight.
+        """
+        dtype, rank = self.parameter_dtype, self.lora_rank
+        if rank is None:
+            return tuple(Weight(p.name, p.shape, dtype, True) for p in config.parameters())
+        found: list[Weight] = []
+        waiting: list[Weight] = []  # an adapter stands after its layer's bias
+        for p in config.parameters():
+            layer, _, kind = p.name.rpartition(".")
+            if kind == "weight":
+                found += waiting
+                waiting = []
+            if layer in config.linear_layers and kind == "weight":
+                if self.quantized:
+                    packed = nf4_tensors(p.shape, self.base_weights == "nf4-double")
+                    found += [Weight(f"{layer}.{t.name}", t.shape, t.dtype, False) for t in packed]
+                else:
+                    found.append(Weight(p.name, p.shape, dtype, False))
+                if self.adapts(layer):
+                    out, inside = p.shape
+                    for name, shape in (("lora_A", (rank, inside)), ("lora_B", (out, rank))):
+                        waiting.append(Weight(f"{layer}.{name}.weight", shape, self.adapter_dtype, True))
+            else:
+                found.append(Weight(p.name, p.shape, dtype, False))
+        return (*found, *waiting)
+
     # -- against a model and a card --------------------------------------------------------------------
 
     def resolve(self, config: TransformerConfig | ConvConfig, gpu: GPU | None = None) -> Recipe:
@@ -358,6 +515,11 @@ class Recipe:
             raise RecipeError(
                 f"checkpointing {self.checkpointing}: {config.name} has {config.blocks} blocks, "
                 f"so K can be at most {config.blocks}"
+            )
+        if self.lora_rank is not None and not any(self.adapts(layer) for layer in config.linear_layers):
+            known = sorted({".".join(layer.split(".")[-2:]) for layer in config.linear_layers})
+            raise RecipeError(
+                f"lora_targets {self._targets()}: {config.name} has no such layer; it has {', '.join(known)}"
             )
         if gpu is not None and self.attention == "flash" and gpu.compute_capability < (8, 0):
             raise RecipeError(
@@ -410,6 +572,10 @@ class Recipe:
         if self.checkpointing != "none" and config.blocks == 0:
             raise RecipeError(
                 f"{config.name} has no repeated blocks to checkpoint: set checkpointing to none"
+            )
+        if self.lora_rank is not None:
+            raise RecipeError(
+                f"lora_rank is for transformers here, and {config.name} is a convnet: leave it out"
             )
         image = config.image if self.image is None else self.image
         if config.fixed_image and image != config.image:
@@ -479,7 +645,13 @@ class Recipe:
             second.append(f"ZeRO-{self.zero_stage}" if self.zero_stage else "no ZeRO")
         if self.offload:
             second.append("offload " + " ".join(self.offload))
+        if self.lora_rank is not None:
+            second.append(f"LoRA {self.lora_rank} on {self._targets()}")
+            second.append(f"base weights {self.base_weights}")
         return textwrap.fill(", ".join(first + second), 80, break_on_hyphens=False)
+
+    def _targets(self) -> str:
+        return self.lora_targets if isinstance(self.lora_targets, str) else " ".join(self.lora_targets)
 
     def __str__(self) -> str:
         return self.describe()

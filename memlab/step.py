@@ -53,9 +53,8 @@ def workload(
     net = build(config, recipe, device)
     inputs, targets = _batch(config, recipe, device)
     scaler = torch.amp.GradScaler(device.type) if recipe.grad_scaler else None
-    return Workload(
-        net, inputs, targets, make_optimizer(recipe, list(net.parameters())), recipe, config, scaler
-    )
+    trained: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
+    return Workload(net, inputs, targets, make_optimizer(recipe, trained), recipe, config, scaler)
 
 
 @dataclass
@@ -93,7 +92,8 @@ class Workload:
             share = share if self.scaler is None else self.scaler.scale(share)
             share.backward()  # type: ignore[no-untyped-call]
         mark("optimizer")
-        with valueless_reads() if isinstance(loss, FakeTensor) or loss.is_meta else nullcontext():
+        local = getattr(loss, "_local_tensor", loss)  # the loss on split logits is a DTensor
+        with valueless_reads() if isinstance(local, FakeTensor) or loss.is_meta else nullcontext():
             if self.scaler is None:
                 self.optimizer.step()
             else:

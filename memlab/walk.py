@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from memlab.models import ConvConfig, ParameterSpec, TransformerConfig
+from memlab.models import ConvConfig, TransformerConfig
 from memlab.operations import Op, Program, Store, Unit, Value, streams
-from memlab.recipe import BLOCK_8BIT, MIN_8BIT, Recipe, StateTensor
+from memlab.recipe import BLOCK_8BIT, MIN_8BIT, Recipe, StateTensor, Weight
 from memlab.units import CONSUMERS, DTYPE_BYTES, PHASES
 
 
@@ -60,7 +60,8 @@ class Walk:
     def __init__(self, config: TransformerConfig | ConvConfig, recipe: Recipe, device: str) -> None:
         self.config, self.recipe, self.device = config, recipe, device
         self.program = Program(config, recipe, device)
-        self.specs = [_on_rank(spec, recipe.tensor_parallel) for spec in config.parameters()]
+        self.held = [_on_rank(weight, recipe.tensor_parallel) for weight in recipe.weights(config)]
+        self.specs = [weight for weight in self.held if weight.trained]
         self.live = dict.fromkeys(CONSUMERS, 0)
         self.largest = dict.fromkeys(CONSUMERS, 0)
         self.total = 0
@@ -80,6 +81,7 @@ class Walk:
         self.left: list[Store] = []  # outputs that selective checkpointing kept in vain
         self.pending: dict[object, Gradient] = {}  # value -> its gradient
         self.tied = 0  # the head's gradient of a tied embedding, until the embedding's own is added
+        self.leaf = 0  # the gradient of the embedding's output, which lives as long as autograd's graph
         self.whole: list[tuple[int, int]] = []  # (bytes, values) of gradients not scattered or moved out yet
 
         self.streams = streams(recipe)
@@ -148,7 +150,7 @@ class Walk:
     def _settle(self) -> None:
         """What stays through the whole step."""
         for what, size in (
-            ("parameters", self._rank_bytes(3, self.recipe.parameter_dtype)),
+            ("parameters", sum(self._share(w.count, 3) * DTYPE_BYTES[w.dtype] for w in self.held)),
             ("optimizer_states", sum(t.bytes for spec in self.specs for t in self._states(spec))),
         ):
             if self.recipe.offloaded(what):
@@ -156,7 +158,7 @@ class Walk:
             else:
                 self.take(what, size)
         self.take("parameters", sum(b.bytes for b in self.config.buffers()))
-        gradients = self._rank_bytes(2, self.recipe.gradient_dtype)
+        gradients = sum(self._share(spec.count, 2) for spec in self.specs) * self.gradient_size
         if self.recipe.offloaded("gradients"):
             self.host["gradients"] = gradients
         elif self.have_gradients:
@@ -164,9 +166,6 @@ class Walk:
         for store in self.program.batch:
             store.refs = 2  # for the script, and as the first unit's input
             self.hold(store, "activations")
-
-    def _rank_bytes(self, stage: int, dtype: str) -> int:
-        return sum(self._share(spec.count, stage) for spec in self.specs) * DTYPE_BYTES[dtype]
 
     def _share(self, count: int, stage: int) -> int:
         """Values of one tensor that a GPU keeps, if ZeRO shards its kind from `stage` on."""
@@ -180,6 +179,8 @@ class Walk:
         self._begin("forward")
         self.root = sum(self._weights(unit) for unit in self.program.units if unit.label not in _STREAMED)
         self.take("temporaries", self.root)
+        if self.program.leaf is not None:
+            self.program.leaf.store.refs = 1
         for store in self.program.shared:
             store.refs = 1
             kept = store.saved or self.recipe.checkpointing != "none"
@@ -212,6 +213,10 @@ class Walk:
             self.give("temporaries", window)
         self._end_autocast()
         self.now = "the loss's own gradient, 1"
+        self.give("temporaries", self.leaf)  # the last micro-batch's graph went with the variables
+        if self.leaf and self.program.leaf is not None:
+            self.give("activations", self.program.leaf.bytes)
+        self.leaf = 0
         for store in (*self.program.variables[2:], self.program.seed):
             store.refs = 1
             store.why = store.why or "the script's variable"
@@ -225,7 +230,7 @@ class Walk:
         waiting: list[Store] = []
         stop: Op | None = None
         if again:
-            last = max(n for n, op in enumerate(ops) if op.saves)
+            last = max(n for n, op in enumerate(ops) if op.packs)
             stop = ops[last]
             # what the operations left out would have read is in the model's variables until it stops
             made = {id(store) for op in ops[:last] for store in op.made}
@@ -237,6 +242,7 @@ class Walk:
             unit.exit.store.refs += 1  # for the unit that follows, or the script's variable
             if unit.exit.store is self.program.logits:
                 unit.exit.store.refs += 1
+        leaf = self.program.leaf and self.program.leaf.store
         follows = i + 1 < len(self.program.units) and self.program.units[i + 1].checkpointed
         for op in ops:
             for x in op.ins:
@@ -257,7 +263,7 @@ class Walk:
             if op is stop and not op.computes:  # recomputation stops as its last saved tensor is there
                 made_now = [store for store in made_now if store in op.saves]
             for store in made_now:
-                stays = kept or id(store) in stay
+                stays = kept or id(store) in stay or store is leaf
                 if store is unit.exit.store and not again:
                     stays = stays or store.saved or follows
                 self.hold(store, "activations" if stays else "temporaries")
@@ -346,7 +352,7 @@ class Walk:
         there = not unit.checkpointed
         for n in reversed(range(len(unit.ops))):
             op = unit.ops[n]
-            if op.saves and not there:  # the first saved tensor that is asked for
+            if op.packs and not there:  # the first saved tensor that is asked for
                 self._run(unit, i, again=True)
                 self._end_autocast()
                 there = True
@@ -362,7 +368,7 @@ class Walk:
         incoming = [self.pending.pop(out.key) for out in op.outs if out.key in self.pending]
         self.now = f"backward of {op.name}"
         made: list[tuple[Value, Gradient]] = []
-        params = op.params if incoming else []
+        params = op.params if incoming and op.trains else []
         if incoming:
             first = incoming[0]
             for x in op.grads:
@@ -379,6 +385,9 @@ class Walk:
             self.take(whose, count * DTYPE_BYTES[op.param_dtype])
         if incoming:
             self.briefly(op.back)
+        if self.program.leaf is not None and self.program.leaf in op.outs:
+            self.leaf += sum(gradient.bytes for gradient in incoming)  # becomes its `.grad`
+            incoming = []
         for gradient in incoming:
             self._drop(gradient)
         for store in op.saves:
@@ -399,7 +408,9 @@ class Walk:
 
     def _deliver(self, x: Value, gradient: Gradient) -> None:
         """A second gradient of a value is added to the first: autograd makes a third tensor for the sum."""
-        if x.key in self.pending:
+        if not x.needs:  # a kernel that makes all of its gradients
+            self._drop(gradient)
+        elif x.key in self.pending:
             old = self.pending[x.key]
             self.pending[x.key] = self._gradient(x.bytes)
             self._drop(old)
@@ -448,7 +459,7 @@ class Walk:
 
     # the optimizer
 
-    def _states(self, spec: ParameterSpec) -> list[StateTensor]:
+    def _states(self, spec: Weight) -> list[StateTensor]:
         """What one GPU keeps for a parameter."""
         shape = self._shard(spec)
         if shape not in self.states:
@@ -460,7 +471,7 @@ class Walk:
             self.states[shape] = states
         return self.states[shape]
 
-    def _shard(self, spec: ParameterSpec) -> tuple[int, ...]:
+    def _shard(self, spec: Weight) -> tuple[int, ...]:
         """The part of a parameter that this GPU updates: a flat run of values; whole rows for Adafactor."""
         if self.recipe.zero_stage == 0:
             return spec.shape
@@ -526,11 +537,12 @@ class Walk:
         def count(*key: Any, n: int = 1) -> None:
             rows[key] = rows.get(key, 0) + n
 
+        for weight in self.held if not r.offloaded("parameters") else ():
+            part = weight.shape if r.zero_stage < 3 else (self._share(weight.count, 3),)
+            why = "trained" if weight.trained else "frozen"
+            count(_any_block(weight.name), "parameters", part, weight.dtype, always, why)
         for spec in self.specs:
             name = _any_block(spec.name)
-            if not r.offloaded("parameters"):
-                part = spec.shape if r.zero_stage < 3 else (self._share(spec.count, 3),)
-                count(name, "parameters", part, r.parameter_dtype, always, "trained")
             if not r.offloaded("gradients"):
                 part = spec.shape if r.zero_stage < 2 else (self._share(spec.count, 2),)
                 count(f"{name}.grad", "gradients", part, r.gradient_dtype, later, "the update needs it")
@@ -559,13 +571,13 @@ _SPLIT_ROWS = re.compile(r"attn\.(qkv|query|key|value)\.|mlp\.(up|gate)\.|^embed
 _SPLIT_COLUMNS = re.compile(r"(attn\.out|mlp\.down)\.weight")
 
 
-def _on_rank(spec: ParameterSpec, share: int) -> ParameterSpec:
+def _on_rank(weight: Weight, share: int) -> Weight:
     """The part of a parameter on one of `share` tensor-parallel GPUs, as Megatron splits a transformer."""
-    if share > 1 and _SPLIT_ROWS.search(spec.name):
-        return ParameterSpec(spec.name, (-(-spec.shape[0] // share), *spec.shape[1:]))
-    if share > 1 and _SPLIT_COLUMNS.search(spec.name):
-        return ParameterSpec(spec.name, (spec.shape[0], spec.shape[1] // share))
-    return spec
+    if share > 1 and _SPLIT_ROWS.search(weight.name):
+        return replace(weight, shape=(-(-weight.shape[0] // share), *weight.shape[1:]))
+    if share > 1 and _SPLIT_COLUMNS.search(weight.name):
+        return replace(weight, shape=(weight.shape[0], weight.shape[1] // share))
+    return weight
 
 
 def _any_block(name: str) -> str:
