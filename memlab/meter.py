@@ -30,6 +30,7 @@ import threading
 import weakref
 from array import array
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import (
     Optimizer,
@@ -64,6 +66,11 @@ _SIZED = {"empty", "zeros", "ones", "full", "rand", "randn", "empty_strided", "r
 _SIZED |= {f"new_{name}" for name in ("empty", "zeros", "ones", "full", "empty_strided")}
 _LIKE = {f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")} | {"clone"}
 
+#: Tensors that hold their own memory. Wrappers (DTensor, a quantised tensor) unwrap themselves, and the
+#: operators on their parts come back to the meter.
+_PLAIN = {Tensor, FakeTensor, nn.Parameter}
+_NO_DISPATCH = Tensor.__torch_dispatch__
+
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _node: Callable[[], Any] = torch._C._current_autograd_node
 _sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -72,8 +79,9 @@ _sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[a
 class _Alive(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a storage that knows its block."""
 
-    __slots__ = ("block", "key", "size")
+    __slots__ = ("block", "device", "key", "size")
     block: int
+    device: str
     key: int
     size: int
 
@@ -83,8 +91,9 @@ class Meter(TorchDispatchMode):
 
     model, optimizer: name what exists already; both may also be made inside. Without them modules, gradients
         and optimizer states are still recognised when they are used.
-    budget: bytes. The allocation that would exceed it raises `torch.OutOfMemoryError`: before the operator
-        runs when the size stands in its arguments, else right after.
+    budget: bytes on the metered device. The allocation that would exceed it raises
+        `torch.OutOfMemoryError`: before the operator runs when the size stands in its arguments, else right
+        after.
     lines: also record the line of the caller's source for each block (a few microseconds per block).
     device: 'cpu' or 'cuda', whose memory `trace` shows. Default: that of the first block that is not on the
         CPU, else the CPU.
@@ -116,7 +125,7 @@ class Meter(TorchDispatchMode):
         self.budget, self.lines = budget, lines
         self._model, self._optimizer = model, optimizer
         self._device = None if device is None else torch.device(device).type
-        self.live_bytes = 0
+        self._live: defaultdict[str, int] = defaultdict(int)  # device type -> bytes
 
         self._record = Trace()
         self._sizes, self._owners, self._events = (
@@ -132,11 +141,15 @@ class Meter(TorchDispatchMode):
         self._steps: list[int] = [0]
         self._late: list[tuple[int, int]] = []  # (position, block): was alive there, seen only afterwards
         self._alive: dict[int, _Alive] = {}  # storage address -> its block; insertion order is block order
+        self._shrunk: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.device] = (
+            weakref.WeakKeyDictionary()
+        )  # storages resized to nothing, and where they were
         self._handles: list[Any] = []
         self._trace: Trace | None = None
         self._state = "new"
 
         self._phase, self._phase_index = SETUP, self._record.intern(SETUP)
+        self._resizing = self._record.intern("UntypedStorage.resize_")
         self._manual = False
         self._task = -1  # the autograd engine's current run, -1 outside of a backward
         self._sequence = -1
@@ -210,6 +223,7 @@ class Meter(TorchDispatchMode):
             handle.remove()
         self._handles.clear()
         self._alive.clear()
+        self._shrunk.clear()
         self._stack.clear()
         self._module_index = weakref.WeakKeyDictionary()
         self._model = self._optimizer = None
@@ -217,11 +231,25 @@ class Meter(TorchDispatchMode):
         self._kinds.clear()
         self._state = "done"
 
+    @property
+    def live_bytes(self) -> int:
+        """What is alive now on the metered device; without accelerator and choice, on all."""
+        device = self._device or next((d for d in self._live if d not in ("cpu", "meta")), None)
+        return sum(self._live.values()) if device is None else self._live[device]
+
+    def _counts(self, device: str) -> bool:
+        """Whether bytes on this device are held against the budget."""
+        if self._device is not None:
+            return device == self._device
+        return device not in ("cpu", "meta") or all(d in ("cpu", "meta") for d in self._live)
+
     # the dispatch
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and not _PLAIN.issuperset(types):
+            return NotImplemented  # a wrapper unwraps itself: its parts come back here
         known = self._kinds.get(func) or self._classify(func)
         kind = known[0]
         task = _graph_task()
@@ -306,6 +334,8 @@ class Meter(TorchDispatchMode):
 
     def _allocated(self, tensor: Tensor, operator: int) -> None:
         """Register the storage of an operator's output, unless it is known."""
+        if type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+            return  # a wrapper has no memory of its own
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
@@ -343,8 +373,7 @@ class Meter(TorchDispatchMode):
             line = self._user_line()
         self._events.append(len(self._sizes))
         self._add(storage, storage._cdata, size, shape, dtype, device, operator, module, owner, line)
-        self.live_bytes += size
-        if self.budget is not None and self.live_bytes > self.budget:
+        if self.budget is not None and self._counts(device.type) and self.live_bytes > self.budget:
             self._raise_out_of_memory(size, self.live_bytes - size, operator, module)
 
     def _add(
@@ -361,8 +390,9 @@ class Meter(TorchDispatchMode):
         line: int,
     ) -> None:
         alive = _Alive(storage, self._died)
-        alive.block, alive.key, alive.size = len(self._sizes), key, size
+        alive.block, alive.key, alive.size, alive.device = len(self._sizes), key, size, device.type
         self._alive[key] = alive
+        self._live[alive.device] += size
         dtype_index = self._dtype_index.get(dtype)
         if dtype_index is None:
             dtype_index = self._dtype_index[dtype] = self._record.intern(str(dtype).removeprefix("torch."))
@@ -381,7 +411,7 @@ class Meter(TorchDispatchMode):
         if self._alive.get(alive.key) is alive:
             del self._alive[alive.key]
             self._events.append(~alive.block)
-            self.live_bytes -= alive.size
+            self._live[alive.device] -= alive.size
 
     def _see(self, values: Any) -> None:
         """Register what was made out of sight: before the meter began, in another thread, by NumPy."""
@@ -405,7 +435,6 @@ class Meter(TorchDispatchMode):
             before, self._phase_index = self._phase_index, self._record.intern(SETUP)
             self._add(storage, key, size, tensor.shape, tensor.dtype, tensor.device, 0, 0, TEMPORARIES, 0)
             self._phase_index = before
-            self.live_bytes += size
             alive = self._alive[key]
         if owner != TEMPORARIES:
             self._owners[alive.block] = owner
@@ -419,6 +448,7 @@ class Meter(TorchDispatchMode):
         if alive.size == size:
             return
         old = alive.block
+        self._live[alive.device] -= alive.size
         if size:
             self._add(
                 storage, alive.key, size, shape, dtype, self._devices[old], operator,
@@ -427,10 +457,12 @@ class Meter(TorchDispatchMode):
             self._events.append(len(self._sizes) - 1)
         else:
             del self._alive[alive.key]
+            self._shrunk[storage] = self._devices[old]
         self._events.append(~old)
-        self.live_bytes += size - alive.size
-        if self.budget is not None and size and self.live_bytes + alive.size > self.budget:
-            live = self.live_bytes - size + alive.size
+        if self.budget is None or not size or not self._counts(alive.device):
+            return
+        live = self.live_bytes - size + alive.size
+        if live + size > self.budget:
             self._raise_out_of_memory(size, live, operator, self._modules[old])
 
     # phases and steps
@@ -468,7 +500,8 @@ class Meter(TorchDispatchMode):
                 self._keep(alive.block)
 
     def _keep(self, block: int) -> None:
-        if self._owners[block] == TEMPORARIES:
+        # Weights gathered by a resize that live from forward to backward (FSDP) are no activations.
+        if self._owners[block] == TEMPORARIES and self._operators[block] != self._resizing:
             self._owners[block] = ACTIVATIONS
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -628,6 +661,11 @@ class Meter(TorchDispatchMode):
                 return
             count = math.prod(shape)
         else:
+            return
+        device = kwargs.get("device")
+        if device is None:
+            device = torch.get_default_device() if base is None else base.device
+        if not self._counts(torch.device(device).type):
             return
         dtype = kwargs.get("dtype")
         if dtype is None:
@@ -802,11 +840,13 @@ class _ResizePatch:
 def _resize(storage: torch.UntypedStorage, size: int) -> Any:
     result = super(torch.UntypedStorage, storage).resize_(size)
     for meter in _ResizePatch._meters:
-        name = meter._record.intern("UntypedStorage.resize_")
         if storage._cdata in meter._alive:
-            meter._resized(storage, name, (size,), torch.uint8)
+            meter._resized(storage, meter._resizing, (size,), torch.uint8)
         elif size:
-            meter._taken(storage, size, (size,), torch.uint8, storage.device, name)
+            device = meter._shrunk.get(storage) or storage.device
+            if device.type == "meta" and meter._device is not None:
+                device = torch.device(meter._device)  # a fake storage says that it is on the meta device
+            meter._taken(storage, size, (size,), torch.uint8, device, meter._resizing)
     return result
 
 

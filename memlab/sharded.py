@@ -49,9 +49,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memlab import hardware, models, virtual
+from memlab import hardware, models
 from memlab.hardware import GPU
-from memlab.meter import GRADIENTS, Meter, _local, _tensors
+from memlab.meter import GRADIENTS, _local, _tensors
 from memlab.models import ConvConfig, TransformerConfig
 from memlab.nets import DTYPES, Net, build
 from memlab.recipe import Recipe, RecipeError
@@ -115,7 +115,6 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
         stack.callback(_forget_meshes)
         for target, name, replacement in _patches():
             stack.enter_context(mock.patch.object(target, name, replacement))
-        stack.enter_context(mock.patch.dict(virtual.CPU_RULES, {"_c10d_functional.wait_tensor": _arrived}))
         yield
 
 
@@ -139,8 +138,6 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         yield _sharding_prop, name, _once_per_operator(getattr(_sharding_prop, name))
     # fully_shard cuts a parameter into one piece per rank, and uses two of the pieces.
     yield _fsdp_param, "_chunk_with_empty", _Chunks
-    # A virtual card's meter has to see through DTensors.
-    yield virtual, "_CardMeter", _CardRankMeter
     # DistributedDataParallel's reducer is C++ and reads addresses.
     yield dist, "Reducer", _Reducer
     yield dist, "Logger", _Logger
@@ -183,11 +180,6 @@ def _once_per_operator(propagate: Any) -> Any:
 
 def _after_gradient(parameter: Tensor, call: Callable[[Tensor], None]) -> Any:
     return parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-
-
-def _arrived(func: Any, tensor: Tensor) -> Tensor:
-    """Waiting for a collective gives back its result; torch's shape rule makes a new tensor."""
-    return tensor
 
 
 def _forget_meshes() -> None:
@@ -352,41 +344,6 @@ class _Host:
             return back
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-_PLAIN = {Tensor, FakeTensor, nn.Parameter}
-
-
-class RankMeter(Meter):  # type: ignore[no-untyped-call]
-    """A meter that sees through DTensors to the local shards: `Meter` for a sharded step."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for kind in types:
-            if kind not in _PLAIN:
-                return NotImplemented  # it unwraps itself: its local operators come back here
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _allocated(self, tensor: Tensor, operator: int) -> None:
-        if type(tensor) in _PLAIN:  # a wrapper has no memory of its own
-            super()._allocated(tensor, operator)
-
-    def _keep(self, block: int) -> None:
-        # Gathered weights that live from forward to backward are not activations.
-        if self._record.names[self._operators[block]] != "UntypedStorage.resize_":
-            super()._keep(block)
-
-
-class _CardRankMeter(RankMeter, virtual._CardMeter):  # type: ignore[no-untyped-call]
-    """The same on a virtual card."""
-
-    def _taken(
-        self, storage: torch.UntypedStorage, size: int, shape: Any, dtype: Any, device: Any, operator: int
-    ) -> None:
-        # A fake storage says that it is on the meta device.
-        device = torch.device("cpu") if device.type == "meta" else device
-        super()._taken(storage, size, shape, dtype, device, operator)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------
@@ -704,6 +661,11 @@ def _refuse(recipe: Recipe, sharding: Sharding) -> None:
             f"tensor parallel with zero_stage {recipe.zero_stage}: PyTorch combines tensor parallel with"
             " fully_shard only; set zero_stage to 2 or 3"
         )
+    if recipe.tensor_parallel > 1 and recipe.grad_scaler and recipe.zero_stage < 2:
+        raise RecipeError(
+            "tensor parallel with amp-fp16: PyTorch's GradScaler takes no plain gradients (the norms') beside"
+            " split ones; use bf16 or amp-bf16, or set zero_stage to 2 or 3"
+        )
     if recipe.offloaded("parameters") is not None and recipe.zero_stage != 3:
         raise RecipeError("offload parameters is a policy of fully_shard: set zero_stage to 3")
     if recipe.offloaded("gradients") is not None and (
@@ -819,6 +781,6 @@ def trace_sharded(
     trace = virtual_gpu.trace.last_step()
     trace.info |= {"model": config.name, "recipe": recipe.to_dict(), "rank": sharding.rank}
     if recipe.offload:
-        there = meter.trace_of("meta").last_step()
+        there = virtual_gpu.trace_of("host").last_step()
         trace.info["host"] = {"peak_bytes": there.peak_bytes}
     return trace

@@ -36,6 +36,7 @@ from memlab.cuda_rules import COMPOSED, CudaRules, Emulation
 from memlab.hardware import GPU
 from memlab.meter import Meter, composed_of_others, torch_size
 from memlab.trace import Trace
+from memlab.units import unknown_name
 
 __all__ = ["DataDependentError", "VirtualGPU", "device"]
 
@@ -83,14 +84,14 @@ class VirtualGPU:
         self._emulation: Emulation | None = None
         if self.gpu is None:
             self._meter = _CardMeter(budget=limit, lines=lines, device="cpu")
-            self._meter._rules |= CPU_RULES
+            self._meter._rules |= RULES | CPU_RULES
             return
         self.capacity = self.gpu.memory_bytes if limit is None else limit
         self._emulation = Emulation(self.gpu, rules)
         self._meter = _CardMeter(lines=lines, device="cpu")
         self._meter._allocator = Allocator(self.config, capacity=self.capacity, context=self.context_bytes)
         self._meter._host_scalars = self._emulation.rules.host_scalars
-        self._meter._rules |= self._emulation.operators(self._meter)
+        self._meter._rules |= RULES | CPU_RULES | self._emulation.operators(self._meter)
         for name, kernel in COMPOSED.items():
             self._meter._composed[f"aten.{name.partition('.')[0]}"] = kernel
 
@@ -119,7 +120,7 @@ class VirtualGPU:
 
     @contextmanager
     def host(self) -> Iterator[None]:
-        """What is made inside lies in main memory and isn't counted."""
+        """What is made inside lies in main memory: `trace_of("host")` counts it, `trace` doesn't."""
         before, self._meter._hosting = self._meter._hosting, True
         try:
             yield
@@ -160,6 +161,11 @@ class VirtualGPU:
         """What the CUDA context takes of the card; 0 where it isn't known."""
         return (self.gpu.context_bytes or 0) if self.gpu is not None else 0
 
+    @property
+    def live_bytes(self) -> int:
+        """What is alive on the card now, as requested."""
+        return self._meter.live_bytes
+
     def replay(self, *, order: str = "split", limited: bool = False) -> Replay:
         """What the card's caching allocator did: allocated, reserved and process bytes, by phase and in all.
 
@@ -172,9 +178,20 @@ class VirtualGPU:
             empty_cache=trace.info.get("empty_cache", ()),
         )  # fmt: skip
 
+    def trace_of(self, place: str) -> Trace:
+        """What was recorded in one place (inside the block: so far): 'card' or 'host'.
+
+        The host is main memory: what is made in `host()`, what a rule or an offload keeps there, and tensors
+        on the 'meta' device. Nothing of it counts against the card's capacity or `limit`.
+        Raises UnknownNameError for any other place.
+        """
+        if place not in ("card", "host"):
+            raise unknown_name("place", place, ("card", "host"))
+        return self.trace if place == "card" else self._meter.trace_of(_HOST.type)
+
     @property
     def trace(self) -> Trace:
-        """What was recorded (inside the block: so far)."""
+        """What was recorded of the card (inside the block: so far)."""
         trace = self._meter.trace
         trace.info["device"] = self.gpu.name if self.gpu is not None else "cpu (fake)"
         if self.gpu is not None and self._emulation is not None:
@@ -260,7 +277,17 @@ def _batch_norm(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return (out, *statistics)
 
 
-#: Where PyTorch's shape rule for the CPU differs from what the kernel allocates: operator -> correction.
+def _arrived(func: Any, tensor: Tensor) -> Tensor:
+    """Waiting for a collective gives back its result; the shape rule makes a new tensor.
+
+    Source: torch/csrc/distributed/c10d/Functional.cpp, wait_tensor.
+    """
+    return tensor
+
+
+#: Where PyTorch's shape rule differs from what the kernel allocates, on every device: operator -> correction.
+RULES = {"_c10d_functional.wait_tensor": _arrived}
+#: The same for kernels of the CPU.
 CPU_RULES = {"aten.native_batch_norm": _batch_norm}
 
 
@@ -339,8 +366,7 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
         self, storage: torch.UntypedStorage, size: int, shape: Any, dtype: torch.dtype, operator: int
     ) -> None:
         self._events.append(len(self._sizes))
-        super()._add(storage, storage._cdata, size, shape, dtype, _HOST, operator, self._module, 4, 0)
-        self._alive[storage._cdata].size = 0
+        self._add(storage, storage._cdata, size, shape, dtype, _HOST, operator, self._module, 4, 0)
 
     def _taken(
         self, storage: torch.UntypedStorage, size: int, shape: Any, dtype: Any, device: Any, operator: int
@@ -366,7 +392,7 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
     def release(self, block: int) -> None:
         self._events.append(~block)
         self._free(block)
-        self.live_bytes -= self._sizes[block]
+        self._live["cpu"] -= self._sizes[block]
 
     def workspace(self, size: int, name: str) -> int:
         block, record = len(self._sizes), self._record
@@ -385,7 +411,7 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
         except torch.OutOfMemoryError:
             self._forget_last()
             raise
-        self.live_bytes += size
+        self._live["cpu"] += size
         return block
 
     def _forget_last(self) -> None:
@@ -421,13 +447,18 @@ class _CardMeter(Meter):  # type: ignore[no-untyped-call]
         module: int, owner: int, line: int,
     ) -> None:  # fmt: skip
         super()._add(storage, key, size, shape, dtype, device, operator, module, owner, line)
-        if self._allocator is not None:
+        if self._allocator is not None and device != _HOST:
             try:
                 self._place(len(self._sizes) - 1, size)
             except torch.OutOfMemoryError:
-                self._alive.pop(key, None)
+                if self._alive.pop(key, None) is not None:
+                    self._live[device.type] -= size
                 self._forget_last()
                 raise
+
+    def _refuse(self, *call: Any) -> None:
+        if not self._hosting:
+            super()._refuse(*call)
 
     def _place(self, block: int, size: int) -> None:
         if self._allocator is None:

@@ -60,11 +60,11 @@ def measured(name: str, recipe: dict[str, Any], world: int) -> tuple[Trace, floa
     import torch
     import torch.distributed as dist
 
-    from memlab.meter import GRADIENTS
+    from memlab.meter import GRADIENTS, Meter
     from memlab.recipe import Recipe
-    from memlab.sharded import RankMeter, sharded_workload
+    from memlab.sharded import sharded_workload
 
-    class PatientMeter(RankMeter):  # type: ignore[no-untyped-call]
+    class PatientMeter(Meter):  # type: ignore[no-untyped-call]
         """gloo's threads hold a tensor for a moment after its collective is done: give them that moment."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
