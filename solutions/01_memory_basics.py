@@ -83,7 +83,7 @@ weights = 8 * (256 * 256 + 256) * 4
 print(f"weights {format_bytes(weights)}, the limit is {96 * MIB / weights:.0f} times that\n")
 training_step(batch=8)  # the libraries load before the limit holds
 result = in_child(lambda: training_step() or {}, memory=96 * MIB)
-print(result.get("error", "it fits (this system sets no limit to a process)"))
+print(result.get("error", "it fits (no limit could be set: the system has none, or a GPU is in use already)"))
 
 # %% [markdown] id="fails-read"
 # It doesn't. (The step ran in a child process with a limit on its memory. This kernel is unharmed, and all your
@@ -100,7 +100,7 @@ batch = lab.pick(smallest=2_048, normal=16_384)
 A = batch * 256 * 4  # bytes of one activation: float32, batch x 256
 
 try:
-    with memlab.Meter(budget=6 * A) as meter:
+    with lab.card(), memlab.Meter(budget=6 * A) as meter:
         training_step(batch, device=lab.device)
 except torch.OutOfMemoryError as error:
     print(error, "\n")
@@ -630,7 +630,7 @@ memlab.check("1.5", LiveBytes)
 # SGD has no states.
 
 # %% id="trace-run"
-with memlab.Meter() as meter:
+with lab.card(), memlab.Meter() as meter:
     training_step(batch, device=lab.device)
 trace = meter.trace
 predicted = weights + 9 * A

@@ -206,9 +206,11 @@ for name, dtype, autocast in (
 # included, to host memory: not a byte of them stays on the card.
 
 # %% id="recipes-check"
-layer = nn.Linear(512, 512)
-with memlab.Meter(layer) as meter, torch.autocast("cpu", dtype=torch.bfloat16):
-    layer(torch.randn(8, 512))
+with lab.card():
+    layer = nn.Linear(512, 512, device=lab.device)
+    x = torch.randn(8, 512, device=lab.device)
+    with memlab.Meter(layer) as meter, torch.autocast(lab.device.type, dtype=torch.bfloat16):
+        layer(x)
 made = [block for block in meter.trace.blocks() if block.dtype == "bfloat16" and block.shape == (512, 512)]
 copy = sum(block.bytes for block in made) / layer.weight.numel()
 print(f"autocast's copy of the weight: {copy:g} B per parameter, while the forward runs")
@@ -357,13 +359,14 @@ for shape in ((512, 512), (4096, 64), (512,)):
 def adamw_step(**implementation):
     """The trace of one AdamW step, with gradients and moments already there."""
     numbers = lab.pick(smallest=50_000, normal=1_000_000)
-    weights = nn.ParameterList(torch.randn(numbers) for _ in range(8))
-    optimizer = torch.optim.AdamW(weights.parameters(), **implementation)
-    for weight in weights:
-        weight.grad = torch.randn_like(weight)
-    optimizer.step()  # the first step makes the moments
-    with memlab.Meter(weights, optimizer) as meter:
-        optimizer.step()
+    with lab.card():
+        weights = nn.ParameterList(torch.randn(numbers, device=lab.device) for _ in range(8))
+        optimizer = torch.optim.AdamW(weights.parameters(), **implementation)
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()  # the first step makes the moments
+        with memlab.Meter(weights, optimizer) as meter:
+            optimizer.step()
     return meter.trace, 8 * numbers
 
 
@@ -710,9 +713,10 @@ for layers, width in ((24, 1024), (6, 2048)):
 
 def saved_by_attention(attend, s):
     """Bytes of activations that one head of 64 keeps in fp32, without Q, K and V."""
-    q, k, v = (torch.randn(1, 1, s, 64, requires_grad=True) for _ in range(3))
-    with memlab.Meter() as meter:
-        out = attend(q, k, v)
+    with lab.card():
+        q, k, v = (torch.randn(1, 1, s, 64, device=lab.device, requires_grad=True) for _ in range(3))
+        with memlab.Meter() as meter:
+            out = attend(q, k, v)
     return meter.trace.end_bytes - q.nbytes - k.nbytes - v.nbytes, out
 
 

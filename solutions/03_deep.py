@@ -76,17 +76,18 @@ budget = 2 * weights + 20 * unit
 def training_step(run, budget=None):
     """One step of the 64 layers; `run(layers, x)` is the forward. Returns its trace."""
     torch.manual_seed(lab.seed)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(DEPTH)]
-    model = nn.Sequential(*layers).to(lab.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(batch, WIDTH, device=lab.device)
-    try:
-        with memlab.Meter(model, optimizer, budget=budget) as meter:
-            output = run(layers, x)
-            output.sum().backward()
-            optimizer.step()
-    except torch.OutOfMemoryError as error:
-        print(error)
+    with lab.card():
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(DEPTH)]
+        model = nn.Sequential(*layers).to(lab.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(batch, WIDTH, device=lab.device)
+        try:
+            with memlab.Meter(model, optimizer, budget=budget) as meter:
+                output = run(layers, x)
+                output.sum().backward()
+                optimizer.step()
+        except torch.OutOfMemoryError as error:
+            print(error)
     return meter.trace
 
 
@@ -178,9 +179,10 @@ plots.curves(
 # keep, with dropout? And ResNet-152, per layer?**
 
 # %% id="storages-run" claims="C0-06 C3-01"
-chain = nn.Sequential(*(layer for _ in range(100) for layer in (nn.Linear(8, 8), nn.ReLU())))
-with memlab.Meter(chain) as meter:
-    output = chain(torch.randn(4, 8))
+with lab.card():
+    chain = nn.Sequential(*(layer for _ in range(100) for layer in (nn.Linear(8, 8), nn.ReLU()))).to(lab.device)
+    with memlab.Meter(chain) as meter:
+        output = chain(torch.randn(4, 8, device=lab.device))
 chain_kept = sum(meter.trace.block(i).consumer == "activations" for i in meter.trace.live_at(len(meter.trace)))
 print(f"100 x Linear + ReLU: {chain_kept} storages, the batch among them")
 
@@ -235,9 +237,10 @@ print(f"{'the same' if filtered.untyped_storage()._cdata == images.untyped_stora
 # A well-known estimate for ResNet-152: 152 layers, 32 images, 1 MB a layer and image, 4.9 GB. Count instead.
 #
 # `count` gets a model and its input, on the meta device, and returns the number of parameters and the bytes that autograd
-# saves. As in exercise 2.3: `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`, unique storages, weights and
-# buffers left out, and the pack hook returns `t.detach()`. What worked there, telling storages apart by `data_ptr()`,
-# can't work here: you saw why.
+# saves. As in exercise 2.3: `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`, each storage once and whole (a
+# saved slice keeps all of it), weights and buffers left out. The pack hook returns `t.detach()`: with `t` itself an
+# operator that saves its own result would hold itself alive. What worked there, telling storages apart by
+# `data_ptr()`, can't work here: you saw why.
 
 # %% id="ex-3-1" exercise="3.1"
 import torch
@@ -411,7 +414,8 @@ setups = {
     "skip and Xavier": {"skip": True, "init": "xavier"},
     "weights twice as large as Xavier's": {"init": "large"},
 }
-norms = {name: residual.gradient_norms(50, seed=lab.seed, device=lab.device, **setup) for name, setup in setups.items()}
+where = lab.device_for("norms of gradients")
+norms = {name: residual.gradient_norms(50, seed=lab.seed, device=where, **setup) for name, setup in setups.items()}
 for name, values in norms.items():
     print(f"{name:36}{values[0]:>10.1e} at the input, {values[-1]:.0f} at the output")
 assert norms["nothing special"][0] < 1e-9
@@ -433,7 +437,7 @@ plots.curves(
 # get that, too:
 
 # %% id="degrade-run" claims="C3-02 C3-13"
-def training_loss(depth, skip, scale, steps):
+def training_loss(depth, skip, scale, steps, where):
     """Loss of a ReLU network on 256 points after `steps` Adam steps; weights: He et al.'s init times `scale`."""
     torch.manual_seed(lab.seed)
     layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(depth))
@@ -441,8 +445,8 @@ def training_loss(depth, skip, scale, steps):
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         layer.weight.data *= scale
         nn.init.zeros_(layer.bias)
-    net = nn.ModuleList([*layers, nn.Linear(32, 1)]).to(lab.device)
-    x = torch.randn(256, 32).to(lab.device)
+    net = nn.ModuleList([*layers, nn.Linear(32, 1)]).to(where)
+    x = torch.randn(256, 32).to(where)
     target = torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     for _ in range(steps):
@@ -457,9 +461,10 @@ def training_loss(depth, skip, scale, steps):
 
 
 steps = lab.pick(smallest=3, normal=100)
+where = lab.device_for("losses")
 rows = []
 for depth, skip, scale in ((8, False, 1.0), (40, False, 1.0), (40, False, 0.1), (40, True, 0.1)):
-    loss = training_loss(depth, skip, scale, steps)
+    loss = training_loss(depth, skip, scale, steps, where)
     rows.append((f"{depth} layers, {'skips' if skip else 'plain'}, weights x {scale:g}", f"{loss:.1e}"))
 table(("", f"training loss after {steps} steps"), *rows)
 
@@ -476,9 +481,10 @@ table(("", f"training loss after {steps} steps"), *rows)
 
 # %% id="skip-units" claims="C3-11 C3-13"
 for skip in (False, True):
-    stack = residual.Stack(50, 64, skip=skip)
-    x = torch.randn(64, 64, requires_grad=True)
-    kept = freezing.saved_bytes(partial(stack, x), stack) / x.nbytes
+    with lab.card():
+        stack = residual.Stack(50, 64, skip=skip).to(lab.device)
+        x = torch.randn(64, 64, device=lab.device, requires_grad=True)
+        kept = freezing.saved_bytes(partial(stack, x), stack) / x.nbytes
     named = "an input and a tanh for each layer, 2 x 50" if skip else "50 outputs and the batch"
     print(f"50 tanh layers, {'skips' if skip else 'plain'}: {kept:.0f} activations kept, {residual.skip_units(50, skip)} by the closed form: {named}")
 published.verdicts("C0-07", "C3-02", "C3-09", "C3-13")
@@ -533,7 +539,8 @@ print(f"y requires grad because a tensor given to apply does: {y.requires_grad};
 #
 # * When the forward has run, **only the segments' inputs** are alive (and the output). No graph of the inside.
 # * The module runs exactly **twice**: in the forward, and in the backward, with gradients enabled, on a detached `x` that
-#   requires a gradient if the real one does. `torch.autograd.grad(y, tensors, gradient)` then gives the gradients.
+#   requires a gradient if the real one does (on `x` itself, hooks that somebody has set on it would run a second time).
+#   `torch.autograd.grad(y, tensors, gradient)` then gives the gradients.
 # * The **weights** get gradients, even where `x` needs none, as a batch does. A Function only knows the tensors that it was
 #   given: that is why `my_checkpoint` hands the parameters over. Return one gradient for each, in the same order.
 # * With **dropout** the second forward draws the same numbers: `torch.get_rng_state()`, `torch.set_rng_state(state)`. (On a GPU its
@@ -658,10 +665,13 @@ assert order[first:] == [5, 6, 3, 4, 1, 2]
 # **Is training with checkpointing the same, bit by bit? With dropout? With BatchNorm?**
 
 # %% id="equal-run" claims="C3-14"
+where = lab.device_for("gradients")
+
+
 def gradients(module, wrap):
     """Gradients of all weights, from the same start."""
     torch.manual_seed(lab.seed)
-    x = torch.randn(64, 32)
+    x = torch.randn(64, 32, device=where)
     module.zero_grad()
     wrap(module, x).square().sum().backward()
     return torch.cat([p.grad.flatten() for p in module.parameters()])
@@ -671,12 +681,12 @@ def forgetful(module, x):
     return checkpointing.recompute(module, x, preserve_rng=False)
 
 
-dropping = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.3), nn.Linear(32, 32))
+dropping = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.3), nn.Linear(32, 32)).to(where)
 true = gradients(dropping, lambda module, x: module(x))
 for label, wrap in (("by PyTorch", checkpointing.by_torch), ("random state not restored", forgetful)):
     print(f"dropout, {label}: largest difference {(gradients(dropping, wrap) - true).abs().max():.3g} of {true.abs().max():.3g}")
 
-norm = nn.BatchNorm1d(32)
+norm = nn.BatchNorm1d(32).to(where)
 for label, wrap in (("plain", lambda module, x: module(x)), ("checkpointed", checkpointing.by_torch)):
     norm.reset_running_stats()
     gradients(norm, wrap)
@@ -821,11 +831,12 @@ class Block(nn.Module):
 def block_step(run):
     """The most that activations and temporaries take in a forward and backward of 12 blocks, bytes."""
     torch.manual_seed(lab.seed)
-    blocks = nn.ModuleList(Block(128, 4) for _ in range(12)).to(lab.device)
-    x = torch.randn(lab.pick(smallest=2, normal=8), 64, 128, device=lab.device)
-    with memlab.Meter(blocks) as meter:
-        output = run(list(blocks), x)  # held, as a training loop does
-        output.sum().backward()
+    with lab.card():
+        blocks = nn.ModuleList(Block(128, 4) for _ in range(12)).to(lab.device)
+        x = torch.randn(lab.pick(smallest=2, normal=8), 64, 128, device=lab.device)
+        with memlab.Meter(blocks) as meter:
+            output = run(list(blocks), x)  # held, as a training loop does
+            output.sum().backward()
     held = meter.trace.timeline().consumers
     return max(a + b for a, b in zip(held["activations"], held["temporaries"], strict=True))
 
@@ -923,20 +934,21 @@ def saved_units(layers, trained):
 memlab.check("3.6", run_repaired, saved_units)
 
 # %% id="frozen-run" claims="C3-17 C3-18 C3-19 C3-20"
-def measured_units(make, trained, x):
-    """Activations saved by five layers of which only `trained` train, in units of x."""
-    layers = nn.Sequential(*(make() for _ in range(5)))
-    for i, layer in enumerate(layers):
-        layer.requires_grad_(i in trained)
-    return freezing.saved_bytes(lambda: layers(x), layers) / x.nbytes
+def measured_units(make, trained, *shape):
+    """Activations saved by five layers of which only `trained` train, in units of their input of that shape."""
+    with lab.card():
+        layers = nn.Sequential(*(make() for _ in range(5))).to(lab.device)
+        x = torch.randn(shape, device=lab.device)
+        for i, layer in enumerate(layers):
+            layer.requires_grad_(i in trained)
+        return freezing.saved_bytes(lambda: layers(x), layers) / x.nbytes
 
 
 tokens, width, heads = 160, 64, 2  # scores of heads x tokens / width = 5 units a block
-x_chain, x_block = torch.randn(32, width), torch.randn(2, tokens, width)
 rows = []
 for label, trained in (("all", range(5)), ("{0, 1}", {0, 1}), ("{1, 2}", {1, 2}), ("{3, 4}", {3, 4})):
-    chain_units = measured_units(lambda: nn.Sequential(nn.Linear(width, width), nn.ReLU()), trained, x_chain)
-    block_units = measured_units(lambda: Block(width, heads), trained, x_block)
+    chain_units = measured_units(lambda: nn.Sequential(nn.Linear(width, width), nn.ReLU()), trained, 32, width)
+    block_units = measured_units(lambda: Block(width, heads), trained, 2, tokens, width)
     closed = freezing.block_units(5, trained, scores=heads * tokens / width)
     states = freezing.state_bytes(5, len(set(trained)))
     rows.append((label, f"{chain_units:.0f}", f"{block_units:.1f}", f"{closed:.0f}", f"{sum(states.values()) / 5:.1f}"))

@@ -223,18 +223,19 @@ memlab.check("4.1", n_params)
 # %% id="width-run"
 def linear_measured(h, b=1):
     """Bytes of Linear(h, h) on x of (b, h): the parameters, the tensors made in the forward, those saved."""
-    layer = nn.Linear(h, h, device=lab.device)
-    x = torch.randn(b, h, device=lab.device, requires_grad=True)
-    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    saved = []
+    with lab.card():
+        layer = nn.Linear(h, h, device=lab.device)
+        x = torch.randn(b, h, device=lab.device, requires_grad=True)
+        own = {p.untyped_storage()._cdata for p in layer.parameters()}
+        saved = []
 
-    def pack(t):
-        if t.untyped_storage().data_ptr() not in own:
-            saved.append(t.nbytes)
-        return t.detach()
+        def pack(t):
+            if t.untyped_storage()._cdata not in own:
+                saved.append(t.nbytes)
+            return t.detach()
 
-    with memlab.Meter(layer) as meter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = layer(x)
+        with memlab.Meter(layer) as meter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = layer(x)
     made = [block for block in meter.trace.blocks() if block.operator]
     assert y.shape == (b, h)
     return sum(p.nbytes for p in layer.parameters()), made, sum(saved)
@@ -259,9 +260,10 @@ batch, heads, tokens = 32, 4, 256
 grown = {"weights": [], "saved by one Linear, 32 rows": [], "scores, 4 heads, 256 tokens": []}
 for width in widths:
     parameters, _, kept = linear_measured(width, batch)
-    q = torch.randn(1, heads, tokens, width // heads, device=lab.device)
-    with memlab.Meter() as meter:
-        attention.eager(q, q, q)
+    with lab.card():
+        q = torch.randn(1, heads, tokens, width // heads, device=lab.device)
+        with memlab.Meter() as meter:
+            attention.eager(q, q, q)
     scores = max(b.bytes for b in meter.trace.blocks() if b.shape == (1, heads, tokens, tokens))
     for values, value in zip(grown.values(), (parameters, kept, scores), strict=True):
         values.append(value)
@@ -346,15 +348,15 @@ assert (one_head, one_layer) == (64 * MIB, 6 * 1024 * MIB)
 # %% id="kept-run" claims="C4-13"
 def kept_by_attention(dtype, dropout, s=256):
     """Shapes and dtypes of the (b, heads, s, s) tensors that eager attention keeps for its backward."""
-    q = torch.randn(1, 2, s, 32, dtype=dtype, device=lab.device, requires_grad=True)
     kept = {}
 
     def pack(t):
         if t.shape[-2:] == (s, s):
-            kept[t.untyped_storage().data_ptr()] = (t.dtype, t.untyped_storage().nbytes())
+            kept[t.untyped_storage()._cdata] = (t.dtype, t.untyped_storage().nbytes())
         return t.detach()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with lab.card(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        q = torch.randn(1, 2, s, 32, dtype=dtype, device=lab.device, requires_grad=True)
         p = torch.softmax(q @ q.mT / 32**0.5, dim=-1)
         if dropout:
             p = torch.native_dropout(p, 0.1, True)[0]  # its mask is one byte per score, as on CUDA
@@ -427,7 +429,8 @@ print("torch.softmax(Q @ K.transpose(-2, -1) / d**0.5, dim=-1) @ V:", tuple(writ
 # The obvious way: softmax of each block times its values, added up. **How wrong is that?**
 
 # %% id="naive-run"
-q, k, v = (torch.randn(1, 1, 512, 64, device=lab.device) for _ in range(3))
+where = lab.device_for("values of attention")
+q, k, v = (torch.randn(1, 1, 512, 64, device=where) for _ in range(3))
 right = attention.eager(q.double(), k.double(), v.double()).float()
 parts = [attention.eager(q, k[..., i : i + 128, :], v[..., i : i + 128, :]) for i in range(0, 512, 128)]
 naive, mean = sum(parts), sum(parts) / 4
@@ -506,13 +509,16 @@ memlab.check("4.4", tiled_attention)
 # %% id="lengths-run" claims="C4-24 C4-25"
 def attention_peak(attend, s):
     """Peak bytes of forward + backward beyond q, k, v and the output's gradient; seconds."""
-    q, k, v = (torch.randn(1, 1, s, 64, device=lab.device, requires_grad=True) for _ in range(3))
-    gradient = torch.randn(1, 1, s, 64, device=lab.device)
-    begin = time.perf_counter()
-    with memlab.Meter() as meter:
-        out = attend(q, k, v, causal=True)
-        out.backward(gradient)
-    took = time.perf_counter() - begin
+    with lab.card():
+        q, k, v = (torch.randn(1, 1, s, 64, device=lab.device, requires_grad=True) for _ in range(3))
+        gradient = torch.randn(1, 1, s, 64, device=lab.device)
+        begin = time.perf_counter()
+        with memlab.Meter() as meter:
+            out = attend(q, k, v, causal=True)
+            out.backward(gradient)
+            if lab.device.type == "cuda":
+                torch.cuda.synchronize()  # kernels run on after the call that started them
+        took = time.perf_counter() - begin
     given = sum(block.bytes for block in meter.trace.blocks() if not block.operator)  # q, k, v
     return meter.trace.peak_bytes - given, took
 
@@ -563,6 +569,8 @@ plots.curves(
 s = largest_eager
 for name in ways:
     print(f"{name:22}{s} tokens: {seconds[name, s] * 1e3:8.1f} ms, {seconds[name, s] / seconds['eager', s]:.2f} of eager")
+if lab.virtual:
+    print(f"(these are the times of bookkeeping: on a virtual {lab.virtual} no kernel runs)")
 q = torch.randn(1, 1, 256, 64, device=lab.device, requires_grad=True)
 print(f"\ntorch.nn.functional.scaled_dot_product_attention chose: {attention.backend_that_ran(q, q, q)}, ", end="")
 print(F.scaled_dot_product_attention(q, q, q).grad_fn.name())

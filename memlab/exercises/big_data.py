@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number, one_line, plain
 from memlab.exercises.limits import in_child
@@ -120,9 +121,44 @@ class _Length(NamedTuple):
     linear: int
     quadratic: int
     lengths: tuple[int, ...]
+    scatter: tuple[float, ...] = ()  # of bytes / s, at each length
 
     def saved(self, s: int) -> int:
+        """By the law."""
         return self.linear * s + self.quadratic * s * s
+
+    def measured(self) -> list[int]:
+        """By the law, and scattered."""
+        scatter = self.scatter or (0.0,) * len(self.lengths)
+        return [self.saved(s) + round(e * s) for s, e in zip(self.lengths, scatter, strict=True)]
+
+
+def unfelt(lengths: tuple[int, ...], end: float, rng: random.Random) -> tuple[float, ...]:
+    """Scatter of -end and +end at the shortest and longest length that a least-squares line doesn't feel.
+
+    It is orthogonal to 1, s, s^2 and s^3, so both the line through bytes / s and A s + B s^2 fitted to the
+    bytes find the law, whatever its size; a line through two of the points doesn't.
+    """
+    centre, half = (max(lengths) + min(lengths)) / 2, (max(lengths) - min(lengths)) / 2
+    xs = [(s - centre) / half for s in lengths]
+    basis: list[list[float]] = []
+    for power in range(4):
+        vector = [x**power for x in xs]
+        for _ in range(2):  # twice: rounding
+            vector = _without(vector, basis)
+        norm = math.hypot(*vector)
+        basis.append([v / norm for v in vector])
+    wanted = [x if abs(x) == 1 else rng.uniform(-0.3, 0.3) for x in xs]
+    scatter = _without(_without(wanted, basis), basis)
+    ends = scatter[xs.index(1.0)] - scatter[xs.index(-1.0)]
+    return tuple(2 * end * e / ends for e in scatter)
+
+
+def _without(vector: list[float], basis: list[list[float]]) -> list[float]:
+    for direction in basis:
+        along = sum(v * d for v, d in zip(vector, direction, strict=True))
+        vector = [v - along * d for v, d in zip(vector, direction, strict=True)]
+    return vector
 
 
 def block_law(h: int, a: int, b: int, itemsize: int) -> tuple[int, int]:
@@ -143,6 +179,10 @@ def _lengths_5_1(seed: int) -> list[_Length]:
     for label, itemsize in (("a block in fp32", 4), ("a block in 16 bit", 2)):
         a, b = rng.randrange(3, 17), rng.randrange(1, 9)
         cases.append(_Length(label, *block_law(64 * a, a, b, itemsize), some(4)))
+    a, b, twelve = rng.randrange(3, 17), rng.randrange(1, 9), some(12)
+    linear, quadratic = block_law(64 * a, a, b, 4)
+    end = quadratic * (max(twelve) - min(twelve)) / 8  # the slope between the ends is 25% too high
+    cases.append(_Length("measured with scatter", linear, quadratic, twelve, unfelt(twelve, end, rng)))
     a, b = rng.randrange(3, 17), rng.randrange(1, 9)
     return [*cases, _Length("a block with fused attention", block_law(64 * a, a, b, 2)[0], 0, some(5))]
 
@@ -150,7 +190,7 @@ def _lengths_5_1(seed: int) -> list[_Length]:
 def _evidence_5_1(answer: Any, seed: int) -> Evidence:
     fit, crossover = _several(answer, "5.1", "fit", "crossover")
     cases = _lengths_5_1(seed)
-    fits = [_guarded(fit, list(c.lengths), [c.saved(s) for s in c.lengths]) for c in cases]
+    fits = [_guarded(fit, list(c.lengths), c.measured()) for c in cases]
     crossings = [_guarded(crossover, float(c.linear), float(c.quadratic)) for c in cases]
     if all(entry.get("not_written") for entry in (*fits, *crossings)):
         raise NotImplementedError("exercise 5.1")
@@ -163,8 +203,8 @@ def _score_5_1(evidence: Evidence) -> Score:
     found = [_fault_fit(case, entry) for case, entry in zip(cases, evidence["fits"], strict=True)]
     tally.award(1, not any(found), next(filter(None, found), ""))
     crossed = [_fault_crossing(case, entry) for case, entry in zip(cases, evidence["crossings"], strict=True)]
-    tally.award(0.5, not any(crossed[:2]), next(filter(None, crossed[:2]), ""))
-    tally.award(0.5, not any(crossed), crossed[2])  # nothing is no crossing at all
+    tally.award(0.5, not any(crossed[:-1]), next(filter(None, crossed[:-1]), ""))
+    tally.award(0.5, not any(crossed), crossed[-1])  # nothing is no crossing at all
     return Score(tally.points, tuple(dict.fromkeys(filter(None, tally.messages))))
 
 
@@ -178,7 +218,7 @@ def _fault_fit(case: _Length, entry: Evidence) -> str:
     said, right = value[0] * s + value[1] * s * s, case.saved(s)
     if close(said, right, 0.02) and abs(value[1] - case.quadratic) * s * s <= 0.02 * right:
         return ""
-    text = f"fit, {case.label}: your law gives {_shown(said)} B at s = {s}, measured are {right:,} B: "
+    text = f"fit, {case.label}: your law gives {_shown(said)} B at s = {s}, {right:,} B are right: "
     for unit, size in (("GB", GB), ("GiB", GIB), ("MB", MB), ("MiB", MIB)):
         if close(said * size, right, 0.02):
             return text + f"that is the right size in {unit}; the bytes you were given need no unit"
@@ -191,6 +231,8 @@ def _fault_fit(case: _Length, entry: Evidence) -> str:
         )
     if value[0] == 0:
         return text + "A = 0 says that all is quadratic; a block also keeps tensors of shape (b, s, h)"
+    if case.scatter:
+        return text + "measured bytes scatter: a line through two of the points isn't enough, take them all"
     return text + "bytes / s is A + B s, a straight line: fit that line; the lengths come in no order"
 
 
@@ -694,14 +736,17 @@ def _scaler_bytes(answer: Any, seed: int) -> Evidence:
     def measured(work: Callable[[torch.optim.Optimizer, list[torch.nn.Parameter]], Any]) -> int:
         parameters, optimizer = gradients()
         optimizer.step()
+        own = [p.grad for p in parameters]
         with Meter(torch.nn.ParameterList(parameters), optimizer) as meter:
             before = meter.live_bytes
             work(optimizer, parameters)
+        replaced.append(sum(p.grad is not grad for p, grad in zip(parameters, own, strict=True)))
         return meter.trace.peak_bytes - before
 
     def joined(_: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
         torch.isfinite(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])).all().item()
 
+    replaced: list[int] = []
     try:
         scaler = answer(8.0, 2.0, 0.5, 100)
         scaler.scale(torch.tensor(1.0))
@@ -710,7 +755,8 @@ def _scaler_bytes(answer: Any, seed: int) -> Evidence:
         raise
     except (Exception, SystemExit) as error:
         return {"bytes": {"error": one_line(error)}}
-    return {"bytes": {"own": own, "one": 4 * _SIDE_4**2, "twin": measured(joined)}}
+    found = {"own": own, "one": 4 * _SIDE_4**2, "twin": measured(joined), "replaced": replaced[0]}
+    return {"bytes": found}
 
 
 def _fp16(answer: Any, seed: int) -> Evidence:
@@ -854,6 +900,11 @@ def _fault_bytes(run: Evidence, zeros: Evidence) -> str:
         return (
             f"fp16: {_shown(zeros['own'])} of the gradients are 0 with your scaler, "
             f"{_shown(zeros['none'])} without"
+        )
+    if run["replaced"]:
+        return (
+            f"unscale_ put {run['replaced']} of {_TENSORS_4} gradients into new tensors: divide in place "
+            "(p.grad.mul_(…)), as its name says; who else holds a gradient would keep the scaled one"
         )
     if run["own"] <= 4 * run["one"] < run["twin"]:
         return ""
@@ -1043,6 +1094,7 @@ def _evidence_5_6(answer: Any, seed: int) -> Evidence:
                 ("overflow", "float16", 1),
             )
         }
+        runs["old"] = _amp(amp_step, seed, "bfloat16", bad=0, old=True)
         return {"runs": runs}
 
     try:
@@ -1054,8 +1106,11 @@ def _evidence_5_6(answer: Any, seed: int) -> Evidence:
     return {"seed": seed, "plans": plans, "run": run}
 
 
-def _amp(answer: Any, seed: int, dtype_name: str, bad: int) -> Evidence:
-    """Two steps by the student's function on a small model, with spies; the same by the plain recipe."""
+def _amp(answer: Any, seed: int, dtype_name: str, bad: int, old: bool = False) -> Evidence:
+    """Two steps by the student's function on a small model, with spies; the same by the plain recipe.
+
+    bad: the second loss is infinite. old: gradients of somebody's earlier backward are there at the start.
+    """
     import torch
     from torch import nn
 
@@ -1116,8 +1171,17 @@ def _amp(answer: Any, seed: int, dtype_name: str, bad: int) -> Evidence:
         loss = error.square().mean() * (math.inf if bad and len(seen["cast"]) == 2 else 1.0)
         return Backward.apply(loss, seen["backward"])  # type: ignore[no-any-return,no-untyped-call]
 
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clipped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen["calls"].append("clip")
+        return clip(*args, **kwargs)
+
     model, optimizer, scaler = prepare()
-    with warnings.catch_warnings():
+    if old:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+    with warnings.catch_warnings(), patch.object(torch.nn.utils, "clip_grad_norm_", clipped):
         warnings.simplefilter("error")
         try:
             results, after = [], []
@@ -1179,7 +1243,7 @@ def _score_5_6(evidence: Evidence) -> Score:
         runs = run["runs"]
         bf16, fp16, overflow = (runs[name] for name in ("bf16", "fp16", "overflow"))
         for points, fault in (
-            (0.5, _fault_cast(bf16, "bf16") or _fault_cast(fp16, "fp16")),
+            (0.5, _fault_cast(bf16, "bf16") or _fault_cast(fp16, "fp16") or _fault_old(runs["old"])),
             (0.5, _fault_bf16(bf16)),
             (0.5, _fault_fp16(fp16)),
             (0.5, _fault_overflow(overflow)),
@@ -1232,13 +1296,25 @@ def _fault_cast(run: Evidence, name: str) -> str:
     return ""
 
 
+def _fault_old(run: Evidence) -> str:
+    if "error" in run:
+        return _stopped(run)
+    if run["gradients alive"][0]:
+        return (
+            f"{format_bytes(run['gradients alive'][0])} of gradients that were there before the step are alive "
+            "in its forward, and are added to: optimizer.zero_grad() comes first in a step, not last"
+        )
+    return ""
+
+
 def _fault_bf16(run: Evidence) -> str:
     if "error" in run:
         return _stopped(run)
-    if run["calls"]:
+    calls = [name for name in run["calls"] if name != "clip"]
+    if calls:
         return (
             "bf16 has fp32's range and needs no scaler: leave it alone there (you called "
-            f"{', '.join(run['calls'][:3])})"
+            f"{', '.join(calls[:3])})"
         )
     return _fault_step(run, "bf16")
 
@@ -1247,7 +1323,7 @@ def _fault_fp16(run: Evidence) -> str:
     if "error" in run:
         return _stopped(run)
     calls = run["calls"]
-    if not calls:
+    if not set(calls) - {"clip"}:
         return (
             "fp16: gradients below 6e-8 are 0: scaler.scale(loss).backward(), then unscale_, clip, "
             "step, update"
@@ -1257,9 +1333,10 @@ def _fault_fp16(run: Evidence) -> str:
         if half.count(name) != 1 and not (name == "unscale_" and half.count(name) > 1):
             why = " before clipping" if name == "unscale_" else ""
             return f"fp16: in each step call scaler.{name} once{why}; your calls: {', '.join(half)}"
-    order = [half.index(name) for name in ("scale", "unscale_", "step", "update")]
+    order = [half.index(name) for name in ("scale", "unscale_", "clip", "step", "update") if name in half]
     if order != sorted(order):
-        return f"fp16: the order is scale, unscale_, clip, step, update; yours: {', '.join(half)}"
+        why = "; scaler.unscale_(optimizer) comes before clipping" if half[:2] == ["scale", "clip"] else ""
+        return f"fp16: the order is scale, unscale_, clip, step, update; yours: {', '.join(half)}{why}"
     return _fault_step(run, "fp16")
 
 

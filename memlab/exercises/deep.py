@@ -6,6 +6,7 @@ chains on the CPU; each such check also measures its twin, the plain step, which
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
@@ -14,14 +15,15 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number
+from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number, one_line, plain
 from memlab.exercises.limits import in_child
 from memlab.models import model as model_config
-from memlab.units import GB, GIB, format_bytes
+from memlab.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def _pair(answer: Any, first: str, second: str) -> tuple[Any, Any]:
@@ -97,35 +99,73 @@ class _ResNetCase(NamedTuple):
     side: int
 
     def expected(self) -> tuple[int, int]:
+        if self.name == _SLICES:
+            # the images, as the convolution's input, and its whole result, of which a part is squared
+            return 8 * 3 * 9 + 8, 4 * self.batch * (3 + 8) * self.side**2
         depths = {"resnet50": (3, 4, 6, 3), "resnet152": (3, 8, 36, 3)}[self.name]
         return model_config(self.name).parameter_count, resnet_saved_bytes(depths, self.batch, self.side)
+
+
+_SLICES = "a convolution, a slice of its result squared, times a buffer"
 
 
 def _resnets(seed: int) -> list[_ResNetCase]:
     rng = random.Random(f"3.1 {seed}")
     hidden = _ResNetCase("resnet50", rng.randrange(3, 40), 32 * rng.randrange(3, 12))
-    return [hidden, _ResNetCase("resnet152", 32, 224)]
+    slices = _ResNetCase(_SLICES, rng.randrange(3, 40), rng.randrange(20, 90))
+    return [slices, hidden, _ResNetCase("resnet152", 32, 224)]
+
+
+def _slices() -> nn.Module:
+    """A model that saves a view (its storage is four times as large) and a buffer of many bytes."""
+    import torch
+    from torch import nn
+
+    class Slices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filters = nn.Conv2d(3, 8, 3, padding=1, device="meta")
+            self.register_buffer("gain", torch.empty(2, 1, 1, 4096, device="meta"))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            part: torch.Tensor = self.filters(images)[:, :2].square().mean((2, 3), keepdim=True)
+            return part * self.get_buffer("gain")[:, 0, 0, 0].view(1, 2, 1, 1)
+
+    return Slices()
 
 
 def _count_evidence(answer: Any, seed: int) -> Evidence:
     import torch
+    from torch import nn
 
     from memlab import nets
 
-    cases = []
-    for case in _resnets(seed):
-        model = nets.build(model_config(case.name), device="meta")
+    cases: list[Evidence] = []
+    hidden = _resnets(seed)
+    for case in hidden:
+        model = _slices() if case.name == _SLICES else nets.build(model_config(case.name), device="meta")
         images = torch.empty(case.batch, 3, case.side, case.side, device="meta")
+        made: list[StorageWeakRef] = []
+        for part in model.modules():
+            if isinstance(part, nn.Conv2d):
+                part.register_forward_hook(lambda *a, made=made: made.append(_weak(a[2])))
         cases.append(call(answer, model, images))
-        if type(_value(cases[0])) is not list:  # spare the second count, which takes seconds
-            return {"seed": seed, "cases": cases * 2}
+        cases[-1]["left"] = sum(not storage.expired() for storage in made)  # type: ignore[no-untyped-call]
+        if type(_value(cases[0])) is not list:  # spare the other counts, which take seconds
+            return {"seed": seed, "cases": cases * len(hidden)}
     return {"seed": seed, "cases": cases}
+
+
+def _weak(tensor: torch.Tensor) -> StorageWeakRef:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _count_score(evidence: Evidence) -> Score:
     cases = _resnets(evidence["seed"])
     tally = Tally()
-    parameters = saved = ""
+    parameters = saved = left = ""
     for case, entry in zip(cases, evidence["cases"], strict=False):
         if "error" in entry:
             return Score(0, (f"count stopped with {entry['error']}",))
@@ -139,28 +179,40 @@ def _count_score(evidence: Evidence) -> Score:
                 f"{where}: it has {right:,} parameters, you counted {_shown(value[0])}: "
                 "sum p.numel() over model.parameters(); buffers (running statistics) are no parameters"
             )
-        if not (type(value[1]) is int and close(value[1], right_bytes, 0.01)):
+        if not (type(value[1]) is int and value[1] == right_bytes):
             saved = saved or _saved_hint(where, value[1], case, right_bytes)
+        if entry["left"]:
+            left = left or (
+                f"{where}: {entry['left']} results of convolutions are alive when count has returned: a pack "
+                "hook that returns t itself ties a knot (the graph holds t, t the graph): return t.detach()"
+            )
     if len(evidence["cases"]) != len(cases):
         return Score(0, ("count returned nothing",))
     tally.award(0.5, not parameters, parameters)
-    tally.award(1.5, not saved, saved)
+    if tally.award(1, not saved, saved):
+        tally.award(0.5, not left, left)
     return tally.score()
 
 
 def _saved_hint(where: str, said: Any, case: _ResNetCase, right: int) -> str:
     text = f"{where}: autograd saves {right:,} B, you counted {_shown(said)}: "
     if type(said) is not int:
-        return text + "return bytes as an int"
+        return text + ("return bytes" if is_number(said) and said < right / 1e3 else "return bytes as an int")
     if close(said, right / 4, 0.01):
         return text + "that is elements; an fp32 number has 4 bytes"
-    if said < right / 20:
+    if case.name != _SLICES and said < right / 20:
         return (
             text + "on the meta device every data_ptr() is 0: tell storages apart by untyped_storage()._cdata"
         )
-    if close(said, right / GB, 0.01) or close(said, right / GIB, 0.01):
-        return text + "return bytes"
-    if said > 1.02 * right:
+    if case.name == _SLICES and right - said == 4 * case.batch * 6 * case.side**2:
+        return (
+            text + "a slice keeps its whole storage alive: count t.untyped_storage().nbytes(), not t.nbytes"
+        )
+    if right < said < 1.01 * right or (case.name == _SLICES and said - right == 4 * 2 * 4096):
+        return (
+            text + "the model's own buffers (running statistics) are in there: leave them out as the weights"
+        )
+    if said > right:
         return (
             text
             + "count each storage once (a ReLU's output is the next convolution's input), weights never; "
@@ -186,8 +238,6 @@ def _vjp_cases(seed: int) -> list[tuple[int, int]]:
 def _vjp_evidence(answer: Any, seed: int) -> Evidence:
     """y = x + tanh(W x), or P x + tanh(W x): the gradient by autograd and by the answer."""
     import torch
-
-    from memlab.exercises import plain
 
     generator = torch.Generator().manual_seed(seed % 2**32 + 32)
 
@@ -248,14 +298,34 @@ _STACKS: dict[str, tuple[tuple[int, bool, str | None, str], float, float]] = {
 }
 
 
+def _as_returned(answer: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer, where a tensor of one number is no float."""
+    value = answer(*arguments)
+    return value if type(value) in (float, int) else f"a {type(value).__name__}"
+
+
 def _norms_evidence(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
         import torch
+        from torch import nn
+        from torch.nn.modules.module import register_module_forward_pre_hook
 
         found = {}
         for name, (arguments, _, _) in _STACKS.items():
             torch.manual_seed(seed % 2**32 + 33)
-            found[name] = call(answer, *arguments)
+            bias = 0.0
+
+            def look(part: nn.Module, _: Any) -> None:
+                nonlocal bias
+                if isinstance(part, nn.Linear) and part.bias is not None:
+                    bias = max(bias, float(part.bias.detach().abs().max()))
+
+            handle = register_module_forward_pre_hook(look)
+            try:
+                found[name] = call(_as_returned, answer, *arguments)
+            finally:
+                handle.remove()
+            found[name]["bias"] = plain(bias)  # the largest that a Linear had when it ran
         return {"norms": found}
 
     return _contained(work, seconds=30)
@@ -276,7 +346,11 @@ def _norms_score(evidence: Evidence) -> Score:
                 return f"{asked} stopped with {norms[name]['error']}"
             value = _value(norms[name])
             if not is_number(value):
-                return f"{asked} returned {_shown(value)}; return a float: .norm().item()"
+                said = value if type(value) is str else _shown(value)
+                return f"{asked} returned {said}; return a float: .norm().item()"
+            if init == "xavier" and norms[name]["bias"]:
+                most = f"{norms[name]['bias']:.2g}"
+                return f"{asked}: biases of up to {most} are added, all should be 0 with 'xavier'"
             if not low * 0.9999 <= value <= high * 1.0001:
                 wanted = f"{low:g}" if low == high else f"between {low:g} and {high:g}"
                 return f"{asked} is {value:.3g}, should be {wanted}: {_NORM_HINTS[name]}"
@@ -396,8 +470,6 @@ def _checkpoint_evidence(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
         import torch
 
-        from memlab.exercises import plain
-
         def through(
             wrap: Callable[[Any, torch.Tensor], Any], segments: list[nn.Module]
         ) -> Callable[..., Any]:
@@ -422,6 +494,15 @@ def _checkpoint_evidence(answer: Any, seed: int) -> Evidence:
         del probe
 
         found: Evidence = {"made_by": made_by, "own": maker is not None, "unit": _ROWS * _WIDTH * 4}
+        found["hooks"] = hooks = []
+
+        def hooked(segment: nn.Module, x: torch.Tensor) -> Any:
+            out = answer(segment, x)
+            out.register_hook(lambda _: hooks.append(1))
+            return out
+
+        with contextlib.suppress(RuntimeError):  # what stops it is told by the runs below
+            through(hooked, segments[:2])(batch.clone().requires_grad_()).sum().backward()
         for name, dropout, needs in (
             ("plain x", 0.0, False),
             ("x with gradient", 0.0, True),
@@ -437,8 +518,6 @@ def _checkpoint_evidence(answer: Any, seed: int) -> Evidence:
                 except NotImplementedError:
                     raise
                 except Exception as error:
-                    from memlab.exercises import one_line
-
                     found[name] = {"error": one_line(error)}
                     break
                 after.append(float(torch.rand(())))
@@ -524,7 +603,15 @@ def _checkpoint_score(evidence: Evidence) -> Score:
         return off == 0, f"{name}: {text}"
 
     basic, text = same("x with gradient")
-    tally.award(0.5, basic, text + ": one gradient for each tensor that apply was given, in its order")
+    if basic and len(evidence["hooks"]) > 2:
+        tally.award(
+            0.5,
+            False,
+            "a hook on a segment's input runs twice in a backward, it should run once: the second forward "
+            "starts from the same x, whose hooks belong to the outer backward; start it from x.detach()",
+        )
+    else:
+        tally.award(0.5, basic, text + ": one gradient for each tensor that apply was given, in its order")
     right, text = same("plain x")
     tally.award(
         0.5, right, text + ": a batch needs no gradient, the weights do: hand them to apply as tensors"
@@ -767,8 +854,6 @@ def _repair_evidence(answer: Any, seed: int) -> Evidence:
 
     def work() -> Evidence:
         import torch
-
-        from memlab.exercises import one_line, plain
 
         blocks = _transformer(seed)
         x = torch.randn(_BATCH_6, _TOKENS_6, _HIDDEN_6)

@@ -26,6 +26,11 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "GB": [("sum(found.values())", "sum(found.values()) / 1e9")],
         "one number": [("sum(p.numel() for p in model.parameters()), ", "")],
+        "buffers counted with the activations": [
+            ("(*model.parameters(), *model.buffers())", "model.parameters()")
+        ],
+        "of a slice its numbers, not its storage": [("= storage.nbytes()", "= t.nbytes")],
+        "the hook returns t itself": [("return t.detach()", "return t")],
     },
     "3.2": {
         "the article's formula: g + dL/dF": [("skip + J.T @ g", "2 * skip")],
@@ -49,6 +54,8 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("torch.autograd.grad(x.sum(), x0)", "torch.autograd.grad(x.sum(), x)")
         ],
         "a tensor": [("gradient.norm().item()", "gradient")],
+        "a tensor of one number": [("gradient.norm().item()", "gradient.norm()")],
+        "Xavier with the default biases": [("            nn.init.zeros_(linear.bias)\n", "")],
     },
     "3.4": {
         "the plain step": [("return Checkpoint.apply(module, x, *module.parameters())", "return module(x)")],
@@ -84,6 +91,9 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "the gradient that comes in is ignored": [
             ("(y, wanted, gradient)", "(y, wanted, torch.ones_like(y) * 2)")
+        ],
+        "the second forward starts from x itself": [
+            ("x.detach().requires_grad_(x.requires_grad)", "x.requires_grad_(x.requires_grad)")
         ],
     },
     "3.5": {

@@ -17,6 +17,13 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "lengths[-1] ** 2",
             )
         ],
+        "through the end points": [
+            (
+                "    return slope_mean - B * s_mean, B",
+                "    (a, y), *_, (b, z) = sorted(zip(lengths, slopes, strict=True))\n"
+                "    B = (z - y) / (b - a)\n    return y - B * a, B",
+            )
+        ],
         "upside down": [("return A / B if B", "return B / A if B")],
         "a root": [("return A / B if B", "return math.sqrt(A / B) if B")],
         "divided by zero": [("return A / B if B else math.inf", "return A / B")],
@@ -76,6 +83,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "        self.joined = torch.cat(every).isfinite().all()\n",
             )
         ],
+        "a new gradient for each": [("p.grad.mul_(1 / self.factor)", "p.grad = p.grad / self.factor")],
         "ready once": [
             ("                self.good = 0\n        self.overflow = None", "                self.good = 0")
         ],
@@ -120,6 +128,10 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "the optimizer steps by itself": [("scaler.step(optimizer)", "optimizer.step()")],
         "no update": [("        scaler.update()\n", "")],
         "the old gradients stay": [("    optimizer.zero_grad()\n", "")],
+        "zeroed at the end": [
+            ("    optimizer.zero_grad()\n", ""),
+            ("    return loss.detach()", "    optimizer.zero_grad()\n    return loss.detach()"),
+        ],
         "by bytes alone": [("(item[1][1], -item[1][0])", "-item[1][0]")],
         "all of it leaves": [("        if freed >= need:\n            break\n", "")],
     },

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memlab import models, nets
-from memlab.exercises import collect, exercises, rate
+from memlab.exercises import big_data, collect, exercises, rate
 from memlab.exercises.big_data import (
     EXERCISES,
     _lengths_5_1,
@@ -43,7 +43,7 @@ def mutant(exercise: str, mistake: str) -> str:
 
 def test_the_points_are_those_of_the_course() -> None:
     assert [exercise.points for exercise in EXERCISES] == [2, 2, 3, 3, 2, 3]
-    assert all(3 <= len(MUTANTS[name]) <= 10 for name in IDS)
+    assert all(3 <= len(MUTANTS[name]) <= 12 for name in IDS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -75,6 +75,7 @@ def test_each_mistake_loses_points_and_is_told_what_to_do(exercise: str, mistake
         ("5.1", "swapped", 1, "A and B are swapped"),
         ("5.1", "GB", 1, "right size in GB"),
         ("5.1", "upside down", 1, "upside down"),
+        ("5.1", "through the end points", 1, "take them all"),
         ("5.1", "divided by zero", 1.5, "math.inf"),
         ("5.2", "per cent", 1, "that is per cent"),
         ("5.2", "new by old", 1, "subtract 1"),
@@ -89,6 +90,7 @@ def test_each_mistake_loses_points_and_is_told_what_to_do(exercise: str, mistake
         ("5.4", "nan passes", 1.5, "gradient of nan and changed the weights"),
         ("5.4", "unscaled twice", 2.5, "must not divide again"),
         ("5.4", "all gradients joined", 2.5, "nothing joined"),
+        ("5.4", "a new gradient for each", 2.5, "12 of 12 gradients into new tensors"),
         ("5.4", "ready once", 0.5, "ready for the next step"),
         ("5.5", "plain bf16", 1, "all elements went the same way"),
         ("5.5", "half the noise", 1, "0 to 65535"),
@@ -96,6 +98,7 @@ def test_each_mistake_loses_points_and_is_told_what_to_do(exercise: str, mistake
         ("5.6", "the article's: a scaler for bf16 too", 2.5, "needs no scaler"),
         ("5.6", "the article's: torch.cuda.amp", 1, "torch.amp.autocast(device, dtype=dtype)"),
         ("5.6", "clipped before unscaling", 2.5, "unscale_(optimizer) comes before clipping"),
+        ("5.6", "zeroed at the end", 2.5, "comes first in a step, not last"),
         ("5.6", "no update", 1.5, "scaler.update()"),
         ("5.6", "by bytes alone", 2.5, "the price of a byte is its touches"),
     ],
@@ -104,6 +107,23 @@ def test_a_message_names_the_likeliest_mistake(exercise: str, mistake: str, poin
     earned, messages = score(exercise, mutant(exercise, mistake))
     assert earned == points
     assert any(says in message for message in messages), messages
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_scatter_tells_a_fit_from_a_line_through_two_points(seed: int) -> None:
+    case = next(c for c in big_data._lengths_5_1(seed) if c.scatter)
+    lengths = torch.tensor(case.lengths, dtype=torch.float64)
+    saved = torch.tensor(case.measured(), dtype=torch.float64)
+    assert all(n > 0 for n in case.measured())
+
+    def fault(law: torch.Tensor) -> str:
+        return big_data._fault_fit(case, {"value": law.tolist()})
+
+    both = torch.stack([lengths, lengths**2], 1)
+    assert not fault(torch.linalg.lstsq(both, saved[:, None]).solution[:, 0])
+    assert not fault(torch.linalg.lstsq(both / lengths[:, None], (saved / lengths)[:, None]).solution[:, 0])
+    ends = torch.stack([lengths.argmin(), lengths.argmax()])
+    assert "take them all" in fault(torch.linalg.solve(both[ends], saved[ends]))
 
 
 def test_int64_noise_is_told_by_its_shape() -> None:
@@ -118,7 +138,7 @@ def test_int64_noise_is_told_by_its_shape() -> None:
 def test_only_the_students_own_calls_of_the_scaler_are_listed() -> None:
     edits = [("        scaler.unscale_(optimizer)\n", "")]  # torch's step calls it then
     earned, messages = score("5.6", shared.mutant(CHAPTER, "5.6", edits))
-    assert earned == 2.5 and any(m.endswith("your calls: scale, step, update") for m in messages)
+    assert earned == 2.5 and any(m.endswith("your calls: scale, clip, step, update") for m in messages)
 
 
 @pytest.mark.parametrize(
