@@ -148,7 +148,7 @@ def unfelt(lengths: tuple[int, ...], end: float, rng: random.Random) -> tuple[fl
             vector = _without(vector, basis)
         norm = math.hypot(*vector)
         basis.append([v / norm for v in vector])
-    wanted = [x if abs(x) == 1 else rng.uniform(-0.3, 0.3) for x in xs]
+    wanted = [x if abs(x) == 1 else rng.uniform(-0.1, 0.1) for x in xs]
     scatter = _without(_without(wanted, basis), basis)
     ends = scatter[xs.index(1.0)] - scatter[xs.index(-1.0)]
     return tuple(2 * end * e / ends for e in scatter)
