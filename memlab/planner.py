@@ -1,0 +1,1603 @@
+"""Does it fit, with what margin, and if not: the cheapest recipe that does. Closed forms only, no torch.
+
+    print(plan("llama2-70b", "A100-80GB", 8, effective_batch=1024).render())
+
+Three questions, answered apart:
+
+* `steps`: the seven levers in their order, from the recipe you have: what each moves, what it costs, and why it
+  was taken or not;
+* `candidates`: every valid recipe, ranked by seconds per effective batch under a cost model that is all on view
+  (`Assumptions`); `best` is the cheapest that fits;
+* `bound`: which part stands in the way: states, activations or logits.
+
+Bytes are `footprint`'s, plus what PyTorch's engines keep beside a step's own tensors (`engine_terms`). A recipe
+`fits` when its peak and the stated uncertainty fit the card; between that and the card's capacity it is
+`tight`: too close for a closed form, and a trace decides (`memlab plan` runs it).
+
+Cost model. All parts are added, as if nothing overlapped: an upper bound, the same for every recipe.
+
+* compute: FLOPs of forward (2 per weight and token, attention's two products), backward (twice that) and
+  recomputation, at `mfu` of the card's dense peak in the recipe's dtype. Never less than a kernel launch for
+  each operation.
+* memory traffic: bytes that stored attention scores and selective recomputation move beyond the plain step.
+* update: bytes that the optimizer reads and writes. foreach and for-loop pass over them 20 times where one
+  fused kernel needs 7 (torch.optim.adamw, counted).
+* data parallel: ring collectives, 2 (n-1)/n of the bytes for an all-reduce, half that for a gather or a
+  reduce-scatter (Rajbhandari et al., arXiv:1910.02054, section 7). DDP once per batch, FSDP per micro-batch.
+* tensor parallel: four all-reduces of the activations per layer, six with recomputation (Shoeybi et al.,
+  arXiv:1909.08053), and one each for embedding and head.
+* offload: bytes over the host link (or NVMe), and the CPU's update: 28 bytes per parameter through the host's
+  memory (Ren et al., arXiv:2101.06840).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from memlab import hardware, models
+from memlab.footprint import Footprint, footprint
+from memlab.hardware import GPU, Link
+from memlab.models import ConvConfig, TransformerConfig
+from memlab.operations import Program
+from memlab.recipe import MIN_8BIT, Recipe, RecipeError
+from memlab.units import CONSUMERS, DTYPE_BYTES, GB, PHASES, format_count, format_gb
+from memlab.walk import Walk
+
+__all__ = ["Assumptions", "Candidate", "Cost", "EngineTerm", "Plan", "Step", "engine_terms", "plan"]
+
+Config = TransformerConfig | ConvConfig
+
+#: Networks between machines, per GPU, by the generation of the card's host link.
+NETWORKS = {
+    "PCIe3": Link(name="Ethernet-100G", bandwidth=12_500_000_000, connects="one GPU and other machines",
+                  source="100 Gb/s Ethernet, one port per GPU"),
+    "PCIe4": Link(name="InfiniBand-HDR", bandwidth=25 * GB, connects="one GPU and other machines",
+                  source="NVIDIA DGX A100 datasheet: eight 200 Gb/s HDR ports for eight GPUs"),
+    "PCIe5": Link(name="InfiniBand-NDR", bandwidth=50 * GB, connects="one GPU and other machines",
+                  source="NVIDIA DGX H100 datasheet: eight 400 Gb/s NDR ports for eight GPUs"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What the cost model takes for granted. Every one is printed with the plan.
+
+    mfu: share of the dense peak that a step's FLOPs reach. Large models on A100s publish 0.3 to 0.5 (PaLM,
+        arXiv:2204.02311, table 3: 0.21 to 0.46).
+    launch: seconds that one kernel takes at least.
+    cpu_update: bytes that the CPU's Adam moves per parameter: weight, two moments read and written, gradient
+        read, in fp32.
+    """
+
+    mfu: float
+    intra_link: Link
+    inter_link: Link
+    host_link: Link
+    nvme_link: Link
+    host_memory: Link
+    gpus_per_node: int = 8
+    launch: float = 5e-6
+    cpu_update: int = 28
+
+    def lines(self) -> list[str]:
+        """One sentence each."""
+        return [
+            f"{self.mfu:.0%} of the card's dense peak (mfu); parts are added, nothing overlaps",
+            f"{self.gpus_per_node} GPUs a machine, joined by {_speed(self.intra_link)}; "
+            f"machines by {_speed(self.inter_link)} a GPU",
+            f"host over {_speed(self.host_link)} a GPU; a machine's memory {_speed(self.host_memory)}, "
+            f"one {_speed(self.nvme_link)}",
+            f"{self.launch * 1e6:g} us a kernel at least",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            f.name: {"name": v.name, "bytes_per_second": v.bandwidth, "source": v.source}
+            if isinstance(v := getattr(self, f.name), Link)
+            else v
+            for f in fields(self)
+        }
+
+
+def _speed(link: Link) -> str:
+    return f"{link.name} ({link.bandwidth / 1e9:,.0f} GB/s)"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one effective batch costs on each GPU.
+
+    seconds       {part: seconds}; they add up to `total`
+    flops         of the GPU, recomputation included
+    recomputed    of them, done a second time
+    bytes         {link's name: bytes over it}
+    """
+
+    seconds: Mapping[str, float]
+    flops: int
+    recomputed: int
+    bytes: Mapping[str, int]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seconds_per_effective_batch": self.total,
+            "seconds": dict(self.seconds),
+            "flops": self.flops,
+            "recomputed_flops": self.recomputed,
+            "bytes": dict(self.bytes),
+        }
+
+
+@dataclass(frozen=True)
+class EngineTerm:
+    """What an engine holds beside (or in place of) the step's own tensors: bytes by phase, and why."""
+
+    name: str
+    bytes: Mapping[str, int]
+    why: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe with its bytes and its cost.
+
+    peak_bytes    per GPU, engine terms included
+    margin_bytes  what the card has left beyond peak and uncertainty; negative where it doesn't fit for sure
+    numerics      what differs from training as it was asked for; empty where only rounding does
+    host_bytes, nvme_bytes   per machine
+    """
+
+    recipe: Recipe
+    peak_bytes: int
+    peak_phase: str
+    margin_bytes: int
+    cost: Cost
+    numerics: tuple[str, ...] = ()
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Per effective batch."""
+        return self.cost.total
+
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """What kind of recipe it is, whatever its micro-batch and checkpointing."""
+        return _way(self.recipe)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe.to_dict(),
+            "peak_bytes": self.peak_bytes,
+            "peak_phase": self.peak_phase,
+            "margin_bytes": self.margin_bytes,
+            "numerics": list(self.numerics),
+            "host_bytes_per_machine": self.host_bytes,
+            "nvme_bytes_per_machine": self.nvme_bytes,
+            "cost": self.cost.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of the seven levers: the recipe with it, whether it was taken, and why.
+
+    consumers: bytes at the peak with it (engine terms under temporaries). price: what it costs, in words.
+    """
+
+    name: str
+    recipe: Recipe
+    footprint: Footprint
+    peak_bytes: int
+    peak_phase: str
+    consumers: Mapping[str, int]
+    taken: bool
+    fits: bool
+    why: str
+    price: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "taken": self.taken, "fits": self.fits, "why": self.why, "price": self.price,
+            "peak_bytes": self.peak_bytes, "peak_phase": self.peak_phase, "consumers": dict(self.consumers),
+            "recipe": self.recipe.to_dict(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer. Bytes are per GPU unless a name says otherwise.
+
+    fits                 does the starting recipe fit
+    steps                the seven levers, in order
+    candidates           what fits, cheapest first: one recipe for each way (precision, optimizer, sharding,
+                         offload), all with the least change of numerics that has a fit
+    alternatives         ways that fit and change more than that, cheapest first
+    tight                recipes cheaper than `best`, too close to the card's end for a closed form
+    next_cheaper         the dearest recipe that is cheaper than `best` and doesn't fit
+    nearest              the recipe with the smallest peak, where nothing fits
+    bound                'states', 'activations' or 'logits': what stands in the way of the start
+    largest_micro_batch, longest_sequence   with `best` (else the start) and nothing else changed; 0: none
+    searched, seconds    how many recipes were ranked
+    """
+
+    model: str
+    gpu: GPU
+    count: int
+    effective_batch: int
+    start: Recipe
+    start_peak: int
+    start_phase: str
+    start_consumers: Mapping[str, int]
+    fits: bool
+    arithmetic: str
+    steps: tuple[Step, ...]
+    candidates: tuple[Candidate, ...]
+    alternatives: tuple[Candidate, ...]
+    tight: tuple[Candidate, ...]
+    next_cheaper: Candidate | None
+    nearest: Candidate | None
+    bound: str
+    bound_why: str
+    largest_micro_batch: int
+    longest_sequence: int
+    searched: int
+    assumptions: Assumptions
+    uncertainty: tuple[tuple[str, int, str], ...]
+    notes: tuple[str, ...]
+    parameter_count: int
+
+    @property
+    def best(self) -> Candidate | None:
+        """The cheapest candidate; None where nothing fits."""
+        return self.candidates[0] if self.candidates else None
+
+    @property
+    def capacity(self) -> int:
+        return self.gpu.memory_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; sizes are integers in bytes."""
+        return {
+            "model": self.model,
+            "parameter_count": self.parameter_count,
+            "gpu": self.gpu.name,
+            "capacity_bytes": self.capacity,
+            "count": self.count,
+            "effective_batch": self.effective_batch,
+            "start": {
+                "recipe": self.start.to_dict(), "fits": self.fits, "peak_bytes": self.start_peak,
+                "peak_phase": self.start_phase, "consumers": dict(self.start_consumers),
+                "arithmetic": self.arithmetic,
+            },
+            "bound": self.bound,
+            "bound_why": self.bound_why,
+            "steps": [step.to_dict() for step in self.steps],
+            "best": self.best.to_dict() if self.best else None,
+            "candidates": [c.to_dict() for c in self.candidates],
+            "alternatives": [c.to_dict() for c in self.alternatives],
+            "tight": [c.to_dict() for c in self.tight],
+            "next_cheaper": self.next_cheaper.to_dict() if self.next_cheaper else None,
+            "nearest": self.nearest.to_dict() if self.nearest else None,
+            "largest_micro_batch": self.largest_micro_batch,
+            "longest_sequence": self.longest_sequence,
+            "searched": self.searched,
+            "assumptions": self.assumptions.to_dict(),
+            "uncertainty": [{"name": n, "bytes": b, "why": w} for n, b, w in self.uncertainty],
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def render(self, width: int = 100) -> str:
+        """The whole plan as text of at most `width` columns."""
+        return "\n".join(_page(self, width))
+
+
+# -- the question ----------------------------------------------------------------------------------------
+
+
+#: Held back where no report of the card's context is known. Reports run from 0.14 GB (T4, CUDA 12, which loads
+#: kernels when they're used) to 1.4 GB (V100, CUDA 11.2, which loaded all of them).
+ASSUMED_CONTEXT = 512 * 2**20
+
+#: How far formula and trace lie apart on a virtual card, and what the allocator's segments leave unused at the
+#: moment that decides; both from benchmarks/planner.py, rounded up.
+FORMULA_RESIDUAL = 0.01
+ALLOCATOR_RESIDUAL = 0.015
+
+#: Ways listed of the least change of numerics, and of each further one.
+_WAYS, _MORE_WAYS = 10, 4
+
+_BF16_ROUNDING = "weights and moments in bf16, rounded to 3 digits: small updates are lost"
+_8BIT = "optimizer states in 8 bits"
+
+
+def plan(
+    model: str | Config,
+    gpu: str | GPU,
+    count: int = 1,
+    *,
+    effective_batch: int | None = None,
+    sequence: int | None = None,
+    start: Recipe | None = None,
+    host_bytes: int | None = None,
+    nvme_bytes: int | None = None,
+    intra_link: str | Link | None = None,
+    inter_link: str | Link | None = None,
+    mfu: float = 0.4,
+    allow: Mapping[str, Sequence[Any]] | None = None,
+) -> Plan:
+    """Plan `model` on `count` cards `gpu`.
+
+    effective_batch: sequences or images of one optimizer step over all GPUs; default: what `start` says, else
+        one per GPU. sequence: tokens (images keep the model's size).
+    start: the recipe you have. Default: the plain script, fp32 with eager attention and the whole batch at once.
+        Its world_size becomes `count`.
+    host_bytes, nvme_bytes: what a machine has for offload. Host memory isn't limited if None; NVMe isn't used.
+    intra_link, inter_link: between GPUs of one machine, and of two; by default the card's own and `NETWORKS`.
+    mfu: see `Assumptions`.
+    allow: {field of Recipe: values that may be used}, to narrow the search, or to widen it:
+        {"lora_rank": (None, 16)}.
+
+    Raises ValueError, one line, for names, counts and combinations that can't be.
+    """
+    config = models.model(model) if isinstance(model, str) else model
+    card = hardware.gpu(gpu) if isinstance(gpu, str) else gpu
+    for name, value in (("count", count), ("effective_batch", effective_batch), ("sequence", sequence)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number from 1, not {value!r}")
+    if count > 2**20:
+        raise ValueError(f"count must be at most {2**20:,}, not {count}")
+    if isinstance(mfu, bool) or not isinstance(mfu, int | float) or not 0 < mfu <= 1:
+        raise ValueError(f"mfu must be above 0 and at most 1, not {mfu!r}")
+    return _Planner(
+        config, card, count, effective_batch, sequence, start, host_bytes, nvme_bytes,
+        _assume(card, intra_link, inter_link, float(mfu)), allow or {},
+    ).plan()  # fmt: skip
+
+
+def _assume(card: GPU, intra: str | Link | None, inter: str | Link | None, mfu: float) -> Assumptions:
+    def named(link: str | Link) -> Link:
+        networks = {network.name.lower(): network for network in NETWORKS.values()}
+        found = networks.get(link.lower()) if isinstance(link, str) else None
+        return found or hardware.link(link)
+
+    return Assumptions(
+        mfu=mfu,
+        intra_link=named(intra or card.peer_link or card.host_link),
+        inter_link=named(inter) if inter else NETWORKS[card.host_link],
+        host_link=hardware.link(card.host_link),
+        nvme_link=hardware.link("NVMe"),
+        host_memory=hardware.link("DDR5-server"),
+    )
+
+
+# -- bytes -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """A recipe's live bytes at each phase's largest moment, engine terms included."""
+
+    phases: Mapping[str, Mapping[str, int]]
+    moments: Mapping[str, str]
+    host: Mapping[str, int]
+
+    @cached_property
+    def totals(self) -> dict[str, int]:
+        return {phase: sum(row.values()) for phase, row in self.phases.items()}
+
+    @property
+    def peak_phase(self) -> str:
+        return max(PHASES, key=self.totals.__getitem__)
+
+    @property
+    def peak(self) -> int:
+        return self.totals[self.peak_phase]
+
+
+def engine_terms(config: Config, recipe: Recipe, gpu: GPU) -> list[EngineTerm]:
+    """What PyTorch's engine for this recipe (`sharded`) holds beside the tensors of `footprint`.
+
+    Per GPU and phase. A negative term is what an engine does without.
+    """
+    walk = Walk(config, recipe.resolve(config), "cuda")
+    walk.run()
+    return _terms(recipe, [spec.count for spec in walk.specs], walk.peaks, gpu)
+
+
+def _terms(
+    recipe: Recipe, counts: Sequence[int], rows: Mapping[str, Mapping[str, int]], gpu: GPU
+) -> list[EngineTerm]:
+    found = [
+        EngineTerm(
+            "cuBLAS workspaces",
+            dict.fromkeys(PHASES, 2 * _cublas(gpu)),
+            "two threads that multiply matrices, one each (ATen/cuda/CublasHandlePool.cpp)",
+        )
+    ]
+    values, n = sum(counts), recipe.data_parallel
+    stored, graded = DTYPE_BYTES[recipe.parameter_dtype], DTYPE_BYTES[recipe.gradient_dtype]
+    shard = sum(-(-count // n) for count in counts)
+    if n > 1 and recipe.zero_stage < 2:
+        found.append(
+            EngineTerm(
+                "DDP buckets",
+                dict.fromkeys(PHASES, values * graded),
+                "DistributedDataParallel keeps flat copies of all gradients to reduce them",
+            )
+        )
+    if recipe.zero_stage == 1:
+        states = rows["optimizer"]["optimizer_states"]
+        uneven = states * _fullest(counts, n) // max(shard, 1) - states
+        found.append(
+            EngineTerm(
+                "ZeRO-1 in whole tensors",
+                dict.fromkeys(PHASES, uneven),
+                "ZeroRedundancyOptimizer gives whole parameters to ranks: the fullest rank counts",
+            )
+        )
+    if recipe.zero_stage == 2:
+        kept = shard * stored
+        found.append(
+            EngineTerm(
+                "shards beside whole weights",
+                {"forward": kept, "backward": kept, "optimizer": kept - values * stored},
+                "fully_shard(reshard_after_forward=False) keeps its shard beside the whole weights, and frees "
+                "these before the update",
+            )
+        )
+    if recipe.zero_stage >= 2 and recipe.master_dtype and not recipe.offloaded("parameters"):
+        less = -shard * stored
+        found.append(
+            EngineTerm(
+                "fp32 shards are the master copy",
+                {
+                    "forward": less + rows["forward"]["gradients"],
+                    "backward": less + rows["backward"]["gradients"],
+                    "optimizer": less + rows["optimizer"]["gradients"] - 4 * shard,
+                },
+                "fully_shard's MixedPrecisionPolicy gathers in bf16 from fp32 shards and keeps fp32 gradients: "
+                "no second copy, no cast",
+            )
+        )
+    return found
+
+
+def _cublas(gpu: GPU) -> int:
+    """':4096:2:16:8' (KiB times count), ':4096:8' from Hopper on (parseChosenWorkspaceSize)."""
+    return (32 * 1024 if gpu.compute_capability >= (9, 0) else 2 * 4096 + 8 * 16) * 1024
+
+
+def _fullest(counts: Sequence[int], ranks: int) -> int:
+    """Values on the fullest rank, dealt out as ZeroRedundancyOptimizer does: largest first, to the emptiest."""
+    loads = [0] * min(ranks, len(counts))
+    for n in sorted(counts, reverse=True):
+        heapq.heapreplace(loads, loads[0] + n)
+    return max(loads)
+
+
+# -- the work of a micro-batch ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Work:
+    """FLOPs, bytes and kernels of one sample's forward on one GPU, inside and outside the blocks."""
+
+    flops: int
+    fused: int  # of them in a fused attention kernel, whose backward computes the scores again
+    block_flops: int
+    traffic: int  # bytes of operations other than matrix products
+    block_traffic: int
+    kernels: int
+    block_kernels: int
+
+
+def _work(config: Config, recipe: Recipe) -> _Work:
+    """Counted over `operations.Program`, whose list of operations `footprint` walks through."""
+    micro = 2 if isinstance(config, ConvConfig) else 1
+    plain = recipe.replace(
+        micro_batch=micro, accumulation=1, checkpointing="none", zero_stage=0, offload=(),
+        world_size=recipe.tensor_parallel,
+    )  # fmt: skip
+    total = dict.fromkeys(("flops", "fused", "block_flops", "traffic", "block_traffic"), 0)
+    kernels = {"kernels": 0, "block_kernels": 0}
+    for unit in Program(config, plain.resolve(config), "cuda").units:
+        block = unit.label in ("block", "stage", "transition")
+        for op in unit.ops:
+            if not op.outs:
+                continue
+            out = op.outs[0]
+            flops = traffic = fused = 0
+            channel = out.shape[1] if len(out.shape) == 4 and op.params else out.shape[-1] if out.shape else 1
+            elements = math.prod(out.shape)
+            if op.ins and op.params and op.params[0][1] > channel:
+                flops = 2 * op.params[0][1] * elements // channel
+            elif op.name.endswith("attn output") and len(op.ins) == 3:
+                batch, tokens, width = out.shape
+                flops = fused = 4 * batch * tokens * tokens * width
+            elif op.name.endswith("scores") and len(op.ins) == 2:
+                flops = 2 * elements * (op.ins[0].shape[-1] // op.outs[0].shape[1])
+            elif op.name.endswith("attn output per head"):
+                batch, tokens, width = out.shape
+                flops = 2 * batch * tokens * tokens * width
+            if not flops or op.name.endswith(("scores", "attn output per head")):
+                traffic = sum(x.bytes for x in op.ins) + sum(s.bytes for s in op.made)
+            total["flops"] += flops * unit.times
+            total["fused"] += fused * unit.times
+            total["traffic"] += traffic * unit.times
+            kernels["kernels"] += unit.times
+            if block:
+                total["block_flops"] += flops * unit.times
+                total["block_traffic"] += traffic * unit.times
+                kernels["block_kernels"] += unit.times
+    return _Work(**{name: n // micro for name, n in total.items()}, **kernels)
+
+
+#: Passes of the update over the tensors, beside a fused kernel's: AdamW's eight foreach operators against one.
+_UPDATE_PASSES = {"fused": 1.0, "foreach": 20 / 7, "for-loop": 20 / 7}
+#: Kernels of one parameter's update in a loop.
+_LOOP_KERNELS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Seconds and bytes over links of a recipe: per sample, per micro-batch, per step; `floor` per micro-batch."""
+
+    sample: Mapping[str, float]
+    micro: Mapping[str, float]
+    step: Mapping[str, float]
+    floor: float
+    flops: int
+    recomputed: int
+    moved: tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]  # per sample, micro-batch, step
+
+    def totals(self) -> tuple[float, float, float, float]:
+        compute = self.sample["compute"]
+        return compute, sum(self.sample.values()) - compute, sum(self.micro.values()), sum(self.step.values())
+
+    def cost(self, micro: int, turns: int) -> Cost:
+        seconds: dict[str, float] = {"compute": turns * max(micro * self.sample["compute"], self.floor)}
+        for times, parts in ((micro * turns, self.sample), (turns, self.micro), (1, self.step)):
+            for name, each in parts.items():
+                if name != "compute":
+                    seconds[name] = seconds.get(name, 0.0) + times * each
+        moved: dict[str, int] = {}
+        for times, links in zip((micro * turns, turns, 1), self.moved, strict=True):
+            for name, size in links.items():
+                moved[name] = moved.get(name, 0) + times * size
+        seconds = {name: value for name, value in seconds.items() if value > 0}
+        moved = {name: size for name, size in moved.items() if size}
+        return Cost(seconds, micro * turns * self.flops, micro * turns * self.recomputed, moved)
+
+
+class _Family:
+    """Recipes that differ in micro-batch (and accumulation) only."""
+
+    __slots__ = ("known", "most", "numerics", "rates", "recipe", "severity", "way")
+
+    def __init__(self, recipe: Recipe, numerics: tuple[str, ...], severity: int, rates: _Rates) -> None:
+        self.recipe, self.numerics, self.severity, self.rates = recipe, numerics, severity, rates
+        self.way = _way(recipe)
+        self.most: int | None = None  # the largest micro-batch that isn't hopeless; 0: none
+        self.known: dict[int, _Bytes] = {}
+
+
+def _way(recipe: Recipe) -> tuple[Any, ...]:
+    adapters = getattr(recipe, "lora_rank", None), getattr(recipe, "base_weights", None)
+    return (
+        recipe.precision, recipe.optimizer, recipe.zero_stage, recipe.tensor_parallel, recipe.offload, *adapters
+    )  # fmt: skip
+
+
+@dataclass
+class _Found:
+    """What a search found, as (family, micro-batch)."""
+
+    searched: int
+    families: list[_Family] = field(default_factory=list)
+    candidates: list[tuple[_Family, int]] = field(default_factory=list)
+    alternatives: list[tuple[_Family, int]] = field(default_factory=list)
+    tight: list[tuple[_Family, int]] = field(default_factory=list)
+    before: tuple[_Family, int] | None = None  # the last before the first that fits, and doesn't
+
+
+def _impls(optimizer: str) -> tuple[str, ...]:
+    found = []
+    for impl in ("fused", "foreach", "for-loop"):
+        try:
+            found.append(Recipe(optimizer=optimizer, optimizer_impl=impl).optimizer_impl)
+        except RecipeError:
+            continue
+    return tuple(found)
+
+
+class _Planner:
+    def __init__(
+        self,
+        config: Config,
+        card: GPU,
+        count: int,
+        effective_batch: int | None,
+        sequence: int | None,
+        start: Recipe | None,
+        host_bytes: int | None,
+        nvme_bytes: int | None,
+        assumptions: Assumptions,
+        allow: Mapping[str, Sequence[Any]],
+    ) -> None:
+        self.config, self.card, self.count, self.assumptions = config, card, count, assumptions
+        self.host_bytes, self.nvme_bytes = host_bytes, nvme_bytes
+        known = {f.name for f in fields(Recipe)}
+        for name in allow:
+            if name not in known:
+                raise ValueError(f"allow: {name!r} is no field of a Recipe")
+        self.allow = {name: tuple(values) for name, values in allow.items()}
+        self.transformer = isinstance(config, TransformerConfig)
+        if sequence is not None and not self.transformer:
+            raise ValueError(f"{config.name} reads images: leave sequence out")
+        per_gpu = None
+        if start is not None:
+            batch = effective_batch or start.micro_batch * start.accumulation * count // start.tensor_parallel
+            self.effective = batch
+        else:
+            self.effective = effective_batch or count
+            if self.effective % count:
+                raise ValueError(self._uneven())
+            per_gpu = self.effective // count
+            start = Recipe(
+                precision="fp32", micro_batch=min(per_gpu, 2**24),
+                attention="eager" if self.transformer else "sdpa",
+            )  # fmt: skip
+        changes: dict[str, Any] = {"world_size": count}
+        if count == 1:
+            changes |= {"zero_stage": 0, "tensor_parallel": 1}
+        if sequence is not None:
+            changes["sequence"] = sequence
+        elif self.transformer and start.sequence is None:
+            changes["sequence"] = config.context  # type: ignore[union-attr]
+        start = start.replace(**changes)
+        if self.effective % start.data_parallel:
+            raise ValueError(self._uneven())
+        share = self.effective // start.data_parallel
+        if start.micro_batch * start.accumulation != share:
+            micro = math.gcd(start.micro_batch, share) if start.micro_batch <= share else share
+            start = start.replace(micro_batch=micro, accumulation=share // micro)
+        self.start = start.resolve(config, card)
+        self._walks: dict[Recipe, Walk] = {}
+        self._works: dict[tuple[Any, ...], _Work] = {}
+        self._shares: dict[int, list[int]] = {}
+
+    def _uneven(self) -> str:
+        return (
+            f"an effective batch of {self.effective} can't be divided among {self.count} GPUs: "
+            f"use a multiple of {self.count}, say {-(-self.effective // self.count) * self.count}"
+        )
+
+    # bytes
+
+    @property
+    def context(self) -> int:
+        return ASSUMED_CONTEXT if self.card.context_bytes is None else self.card.context_bytes
+
+    @property
+    def usable(self) -> int:
+        """Bytes that the allocator can take of the driver."""
+        return self.card.memory_bytes - self.context
+
+    def bytes(self, recipe: Recipe) -> _Bytes:
+        """What `footprint` says, from parts that many recipes share, and the engine's terms.
+
+        The optimizer's kind moves states, which stay all step long, and the update's temporaries: one walk
+        without either serves all optimizers, one walk of a single sample all micro-batches.
+        """
+        rest = tuple(item for item in recipe.offload if not item.startswith("optimizer_states"))
+        key = recipe.replace(optimizer="sgd", optimizer_impl="foreach", offload=rest)
+        if recipe.accumulation > 2:
+            key = key.replace(accumulation=2)
+        walk = self._walk(key)
+        update = self._updating(recipe)
+        states = update.peaks["optimizer"]["optimizer_states"]
+        own = walk.peaks["optimizer"]["optimizer_states"]
+        rows = {phase: dict(walk.peaks[phase]) for phase in PHASES}
+        for row in rows.values():
+            row["optimizer_states"] += states - own
+        rows["optimizer"]["temporaries"] = update.peaks["optimizer"]["temporaries"]
+        for term in _terms(recipe, [spec.count for spec in walk.specs], rows, self.card):
+            for phase, size in term.bytes.items():
+                rows[phase]["temporaries"] += size
+        host = {k: v for k, v in walk.host.items() if k != "optimizer_states"}
+        return _Bytes(rows, walk.moments, host)
+
+    def _updating(self, recipe: Recipe) -> Walk:
+        """The same states and update, with a forward as small as can be."""
+        return self._walk(
+            recipe.replace(
+                micro_batch=1 if self.transformer else 2, accumulation=1, checkpointing="none",
+                attention="sdpa", dropout=0.0, sequence=1 if self.transformer else None,
+                offload=tuple(item for item in recipe.offload if not item.startswith("activations")),
+            )
+        )  # fmt: skip
+
+    def _walk(self, recipe: Recipe) -> Walk:
+        walk = self._walks.get(recipe)
+        if walk is None:
+            walk = self._walks[recipe] = Walk(self.config, recipe.resolve(self.config), "cuda")
+            walk.run()
+        return walk
+
+    # cost
+
+    def _work_of(self, recipe: Recipe) -> _Work:
+        key = (
+            recipe.precision, recipe.attention, recipe.dropout, recipe.sequence, recipe.image,
+            recipe.tensor_parallel,
+        )  # fmt: skip
+        if key not in self._works:
+            self._works[key] = _work(self.config, recipe)
+        return self._works[key]
+
+    def _rates(self, recipe: Recipe) -> _Rates:
+        """The cost model; see the module's text."""
+        r, a, card = recipe, self.assumptions, self.card
+        work = self._work_of(r)
+        checkpointed = r.checkpoint_every is not None
+        again = work.block_flops if checkpointed else 0
+        flops = 3 * work.flops + work.fused // 2 + again
+        peak = card.flops.get(r.compute_dtype) or card.flops["fp32"]
+        launches = work.kernels * 3 + (work.block_kernels if r.checkpointing != "none" else 0)
+        sample: dict[str, float] = {"compute": flops / (peak * a.mfu)}
+        if self.transformer:
+            extra = 3 * (work.traffic - self._work_of(r.replace(attention="sdpa")).traffic)
+            if r.checkpointing == "selective":
+                extra += work.block_traffic
+            sample["memory traffic"] = max(extra, 0) / card.bandwidth
+        micro: dict[str, float] = {}
+        step: dict[str, float] = {}
+        moved: tuple[dict[str, int], dict[str, int], dict[str, int]] = ({}, {}, {})
+
+        def send(part: str, size: float, link: Link, when: int, share: int = 1) -> None:
+            """`size` bytes over `link`, which `share` GPUs have in common."""
+            seconds = (sample, micro, step)[when]
+            seconds[part] = seconds.get(part, 0.0) + size * share / link.bandwidth
+            moved[when][link.name] = moved[when].get(link.name, 0) + round(size)
+
+        self._data_parallel(r, send)
+        if r.tensor_parallel > 1:
+            c, t = self.config, r.tensor_parallel
+            assert isinstance(c, TransformerConfig)
+            sums = c.layers * (4 + 2 * checkpointed) + 2
+            size = (r.sequence or c.context) * c.hidden * DTYPE_BYTES[r.compute_dtype]
+            link = a.intra_link if t <= a.gpus_per_node else a.inter_link
+            send("tensor parallel", sums * 2 * (t - 1) / t * size, link, 0)
+        self._update(r, step, send)
+        if r.offloaded("activations"):
+            link = a.host_link if r.offloaded("activations") == "cpu" else a.nvme_link
+            share = 1 if r.offloaded("activations") == "cpu" else self._neighbours
+            send("offload", 2 * self._moved(r), link, 0, share)
+        return _Rates(sample, micro, step, launches * a.launch, flops, again, moved)
+
+    @property
+    def _neighbours(self) -> int:
+        """GPUs of one machine."""
+        return min(self.count, self.assumptions.gpus_per_node)
+
+    def _counts(self, recipe: Recipe) -> list[int]:
+        """Values of each parameter on a tensor-parallel rank."""
+        share = recipe.tensor_parallel
+        if share not in self._shares:
+            plain = self._updating(Recipe(tensor_parallel=share, world_size=share))
+            self._shares[share] = [spec.count for spec in plain.specs]
+        return self._shares[share]
+
+    def _values(self, recipe: Recipe) -> int:
+        """Values that one GPU updates."""
+        whole = sum(self._counts(recipe))
+        return -(-whole // recipe.data_parallel) if recipe.zero_stage >= 1 else whole
+
+    def _data_parallel(self, r: Recipe, send: Any) -> None:
+        n = r.data_parallel
+        if n == 1:
+            return
+        a = self.assumptions
+        values = sum(self._counts(r))
+        link = a.intra_link if self.count <= a.gpus_per_node else a.inter_link
+        once = (n - 1) / n * values
+        compute, stored, graded = (
+            DTYPE_BYTES[d] for d in (r.compute_dtype, r.parameter_dtype, r.gradient_dtype)
+        )
+        if r.zero_stage < 2:
+            send("data parallel", once * (2 * graded + (stored if r.zero_stage else 0)), link, 2)
+        else:  # gathered in forward, and again in backward where it was freed; one reduce-scatter
+            send("data parallel", once * compute * (2 if r.zero_stage == 2 else 3), link, 1)
+
+    def _update(self, r: Recipe, step: dict[str, float], send: Any) -> None:
+        a, near = self.assumptions, self._neighbours
+        values = self._values(r)
+        master = 4 if r.master_dtype and r.zero_stage >= 2 else 0  # FSDP's shards are fp32
+        stored, graded = master or DTYPE_BYTES[r.parameter_dtype], master or DTYPE_BYTES[r.gradient_dtype]
+        parameters, states = r.offloaded("parameters"), r.offloaded("optimizer_states")
+        if not states:
+            held = sum(t.bytes for t in r.state_tensors((values,)))
+            size = (values * (2 * stored + graded) + 2 * held) * _UPDATE_PASSES[r.optimizer_impl]
+            step["update"] = size / self.card.bandwidth
+            if r.optimizer_impl == "for-loop":
+                step["update"] += len(self._counts(r)) * _LOOP_KERNELS * a.launch
+            return
+        if parameters:
+            send("offload", values * (2 * stored + graded), a.host_link, 1)
+        else:
+            when = 1 if r.offloaded("gradients") else 2
+            send("offload", values * graded, a.host_link, when)
+            send("offload", values * stored, a.host_link, 2)
+        send("CPU update", values * a.cpu_update, a.host_memory, 2, near)
+        for what, where in (("optimizer_states", states), ("parameters", parameters)):
+            if where == "nvme":
+                size = values * (12 if what == "optimizer_states" else stored)
+                send("NVMe", 2 * size, a.nvme_link, 2, near)
+
+    def _moved(self, r: Recipe) -> int:
+        """Bytes of one sample's activations that leave the card."""
+        micro = 1 if self.transformer else 2
+        plain = r.replace(
+            micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel, optimizer="sgd",
+            offload=("activations:cpu",),
+        )  # fmt: skip
+        return self._walk(plain).host.get("activations", 0) // micro
+
+    def _outside(self, r: Recipe, host: Mapping[str, int]) -> tuple[int, int]:
+        """(host, NVMe) bytes of one machine."""
+        places = {"cpu": 0, "nvme": 0}
+        values = self._values(r)
+        if r.offloaded("optimizer_states") and not r.offloaded("parameters"):
+            # fp32 masters and moments there, and the gradients that the update reads
+            places[r.offloaded("optimizer_states") or "cpu"] += values * 12
+            places["cpu"] += values * 4
+        elif r.offloaded("parameters"):
+            states = sum(t.bytes for t in r.state_tensors((values,)))
+            places[r.offloaded("optimizer_states") or "cpu"] += states
+            for what in ("parameters", "gradients"):
+                places[r.offloaded(what) or "cpu"] += host.get(what, 0)
+        if where := r.offloaded("activations"):
+            places[where] += host.get("activations", 0)
+        return places["cpu"] * self._neighbours, places["nvme"] * self._neighbours
+
+    # the verdict on one recipe
+
+    def uncertainty(self, recipe: Recipe, peak: int) -> list[tuple[str, int, str]]:
+        """(name, bytes, why) of what lies between this peak and the card's end."""
+        found = [
+            ("formula", round(peak * FORMULA_RESIDUAL), "closed form against traced peak"),
+            ("allocator", round(peak * ALLOCATOR_RESIDUAL), "segments that a full card can't give back"),
+        ]
+        if recipe.zero_stage >= 2:
+            found.append(
+                (
+                    "gather buffers",
+                    self._block_weights(recipe),
+                    "fully_shard holds up to one block's weights more",
+                )
+            )
+        return found
+
+    def _block_weights(self, recipe: Recipe) -> int:
+        sizes: dict[str, int] = {}
+        for spec in self.config.parameters():
+            parts = spec.name.split(".")
+            if parts[0] in ("blocks", "stages"):
+                name = ".".join(parts[: 2 if parts[0] == "blocks" else 3])
+                sizes[name] = sizes.get(name, 0) + spec.count
+        return max(sizes.values(), default=0) // recipe.tensor_parallel * DTYPE_BYTES[recipe.compute_dtype]
+
+    def _state(self, recipe: Recipe, found: _Bytes) -> str:
+        """'fits', 'tight' or 'no'."""
+        doubt = sum(size for _, size, _ in self.uncertainty(recipe, found.peak))
+        if found.peak + doubt <= self.usable:
+            return "fits"
+        less = doubt - round(found.peak * ALLOCATOR_RESIDUAL)
+        return "tight" if found.peak - less <= self.usable else "no"
+
+    def _outside_fits(self, recipe: Recipe, found: _Bytes) -> bool:
+        host, nvme = self._outside(recipe, found.host)
+        return (self.host_bytes is None or host <= self.host_bytes) and nvme <= (self.nvme_bytes or 0)
+
+    def _candidate(self, family: _Family, micro: int) -> Candidate:
+        recipe = self._at(family, micro)
+        found = family.known.get(micro) or self.bytes(recipe)
+        doubt = sum(size for _, size, _ in self.uncertainty(recipe, found.peak))
+        host, nvme = self._outside(recipe, found.host)
+        return Candidate(
+            recipe.resolve(self.config, self.card), found.peak, found.peak_phase,
+            self.usable - found.peak - doubt, family.rates.cost(micro, recipe.accumulation), family.numerics,
+            host, nvme,
+        )  # fmt: skip
+
+    # every valid recipe
+
+    def _at(self, family: _Family, micro: int) -> Recipe:
+        share = self.effective // family.recipe.data_parallel
+        return family.recipe.replace(micro_batch=micro, accumulation=share // micro)
+
+    def _families(self) -> Iterator[_Family]:
+        for recipe in self._recipes():
+            numerics, severity = self._numerics(recipe)
+            yield _Family(recipe, numerics, severity, self._rates(recipe))
+
+    def _options(self, name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+        return self.allow.get(name, tuple(values))
+
+    def _recipes(self) -> Iterator[Recipe]:
+        start = self.start
+        sixteen = "amp-bf16" if "bf16" in self.card.dtypes else "amp-fp16"
+        precisions = self._options(
+            "precision", dict.fromkeys((sixteen, "bf16-master", "bf16", "fp32", start.precision))
+        )
+        optimizers = [start.optimizer]
+        if start.optimizer in ("adam", "adamw"):
+            optimizers.append("adamw-8bit")
+        attention = self._options(
+            "attention", dict.fromkeys(("sdpa", "eager", start.attention)) if self.transformer else ("sdpa",)
+        )
+        every = [f"every-{k}" for k in (2, 4, 8) if k < max(self.config.blocks, 1)]
+        checkpointing = self._options("checkpointing", dict.fromkeys(("none", "selective", "full", *every)))
+        micro = 1 if self.transformer else 2
+        for optimizer in self._options("optimizer", optimizers):
+            impls = self._options("optimizer_impl", _impls(optimizer))
+            for precision in precisions:
+                for tensor, stage in self._layouts(precision):
+                    for offload in self._offloads(precision, stage, optimizer):
+                        offloaded = any(item.startswith("optimizer_states") for item in offload)
+                        for impl in ("fused",) if offloaded else impls:
+                            for kept in checkpointing:
+                                for scores in attention:
+                                    try:
+                                        yield start.replace(
+                                            optimizer=optimizer, optimizer_impl=impl, precision=precision,
+                                            tensor_parallel=tensor, zero_stage=stage, offload=offload,
+                                            checkpointing=kept, attention=scores, micro_batch=micro,
+                                            accumulation=1,
+                                        ).resolve(self.config, self.card)  # fmt: skip
+                                    except RecipeError:
+                                        continue
+
+    def _layouts(self, precision: str) -> Iterator[tuple[int, int]]:
+        """(tensor_parallel, zero_stage) that PyTorch combines: tensor parallel goes with fully_shard."""
+        share = 1
+        while share <= min(self.count, self.assumptions.gpus_per_node):
+            split = share == 1 or self.transformer
+            if split and self.count % share == 0 and self.effective % (self.count // share) == 0:
+                if self.count == share:
+                    stages: tuple[int, ...] = (0,)
+                else:
+                    stages = (0, 1, 2, 3) if share == 1 else (2, 3)
+                for stage in stages:
+                    # fully_shard casts by its own policy (bf16-master), not by autocast
+                    if not (stage >= 2 and precision.startswith("amp-")) and (
+                        stage in self._options("zero_stage", (0, 1, 2, 3))
+                        and share in self._options("tensor_parallel", (share,))
+                    ):
+                        yield share, stage
+            share *= 2
+
+    def _offloads(self, precision: str, stage: int, optimizer: str) -> Iterator[tuple[str, ...]]:
+        if "offload" in self.allow:
+            yield from (tuple(items) for items in self.allow["offload"])
+            return
+        yield ()
+        if stage == 1:
+            return
+        yield ("activations:cpu",)
+        where = ["cpu"] + (["nvme"] if self.nvme_bytes else [])
+        if optimizer not in ("adam", "adamw"):
+            return
+        for place in where:
+            # The host keeps fp32 masters: bf16 on the card is enough.
+            if precision != "bf16-master":
+                yield (f"optimizer_states:{place}",)
+                yield (f"optimizer_states:{place}", "gradients:cpu")
+                yield (f"optimizer_states:{place}", "gradients:cpu", "activations:cpu")
+            if stage == 3:
+                yield (f"parameters:{place}", "gradients:cpu", f"optimizer_states:{place}")
+                yield (f"parameters:{place}", "gradients:cpu", f"optimizer_states:{place}", "activations:cpu")
+
+    def _numerics(self, recipe: Recipe) -> tuple[tuple[str, ...], int]:
+        """What training differs in beyond rounding, and how much."""
+        found, severity = [], 0
+        if recipe.optimizer == "adamw-8bit" != self.start.optimizer:
+            found.append(_8BIT)
+            severity += 1
+        masters = recipe.offloaded("optimizer_states") and not recipe.offloaded("parameters")
+        if recipe.precision == "bf16" != self.start.precision and not masters:
+            found.append(_BF16_ROUNDING)
+            severity += 2
+        if getattr(recipe, "lora_rank", None) and not getattr(self.start, "lora_rank", None):
+            found.append("only adapters are trained (LoRA)")
+            severity += 4
+        return tuple(found), severity
+
+    # the search
+
+    def _micro_batches(self, recipe: Recipe) -> list[int]:
+        """Powers of two, and the whole, that divide a rank's part of the batch."""
+        share = self.effective // recipe.data_parallel
+        found = [b for k in range(share.bit_length()) if share % (b := 2**k) == 0]
+        if share not in found:
+            found.append(share)
+        if recipe.image is not None and getattr(self.config, "batch_norm", False) and recipe.image <= 32:
+            found = [b for b in found if b > 1]
+        return [b for b in found if b in self._options("micro_batch", (b,))]
+
+    def search(self) -> _Found:
+        families = list(self._families())
+        ranked: list[tuple[int, float, int, int, int]] = []
+        for i, family in enumerate(families):
+            share = self.effective // family.recipe.data_parallel
+            compute, sample, micro, step = family.rates.totals()
+            floor = family.rates.floor
+            for b in self._micro_batches(family.recipe):
+                turns = share // b
+                seconds = turns * (max(b * compute, floor) + micro) + share * sample + step
+                ranked.append((family.severity, seconds, -b, i, b))
+        ranked.sort()
+        found = _Found(len(ranked))
+        ways: set[tuple[Any, ...]] = set()
+        count = at = 0
+        least: int | None = None
+        for severity, _, _, i, b in ranked:
+            if severity != at:
+                at, count = severity, 0
+            if count >= (_WAYS if least in (None, severity) else _MORE_WAYS):
+                continue
+            family = families[i]
+            if (family.way in ways and least is not None) or family.most == 0:
+                continue
+            if family.most is None:
+                self._bound_family(family)
+            state = "no" if b > family.most else self._judge(family, b)  # type: ignore[operator]
+            if state == "fits":
+                if least is None:
+                    least = severity
+                ways.add(family.way)
+                count += 1
+                (found.candidates if severity == least else found.alternatives).append((family, b))
+            elif least is None:
+                if state == "tight":
+                    found.tight.append((family, b))
+                else:
+                    found.before = (family, b)
+        found.families = families
+        return found
+
+    def _judge(self, family: _Family, micro: int) -> str:
+        recipe = self._at(family, micro)
+        if micro not in family.known:
+            family.known[micro] = self.bytes(recipe)
+        state = self._state(recipe, family.known[micro])
+        return state if state == "no" or self._outside_fits(recipe, family.known[micro]) else "no"
+
+    def _bound_family(self, family: _Family) -> None:
+        """The largest micro-batch that isn't hopeless: peaks grow with it."""
+        update = self._updating(family.recipe).peaks["optimizer"]
+        if sum(update.values()) * (1 - FORMULA_RESIDUAL) - self._floor_less(family.recipe) > self.usable:
+            family.most = 0
+            return
+        sizes = self._micro_batches(family.recipe)
+        low, high = 0, len(sizes)
+        if sizes and self._judge(family, sizes[0]) == "no":
+            high = 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._judge(family, sizes[middle]) == "no" else (middle, high)
+        family.most = sizes[low] if high else 0
+
+    def _floor_less(self, recipe: Recipe) -> int:
+        """What engine terms may take off an update's bytes."""
+        if recipe.zero_stage < 2:
+            return 0
+        return sum(self._counts(recipe)) * 4 if recipe.zero_stage == 2 else self._values(recipe) * 8
+
+    def _nearest(self, families: Sequence[_Family]) -> Candidate | None:
+        """Where nothing fits: the smallest peak among those that could be smallest."""
+        small = [f for f in families if f.recipe.checkpointing not in ("none", "selective")]
+        held = {f.way + (f.recipe.optimizer_impl,): f.recipe for f in small}
+        order = sorted(held, key=lambda key: sum(self._updating(held[key]).peaks["optimizer"].values()))[:6]
+        tried = [
+            (self.bytes(self._at(f, sizes[0])).peak, k, f, sizes[0])
+            for k, f in enumerate(small)
+            if f.way + (f.recipe.optimizer_impl,) in order and f.recipe.attention != "eager"
+            and (sizes := self._micro_batches(f.recipe))
+        ]  # fmt: skip
+        if not tried:
+            return None
+        _, _, family, micro = min(tried, key=lambda item: item[:2])
+        return self._candidate(family, micro)
+
+    # the seven steps
+
+    def cost(self, recipe: Recipe) -> Cost:
+        return self._rates(recipe).cost(recipe.micro_batch, recipe.accumulation)
+
+    def fits(self, recipe: Recipe) -> bool:
+        found = self.bytes(recipe)
+        return self._state(recipe, found) == "fits" and self._outside_fits(recipe, found)
+
+    def _resized(self, recipe: Recipe, micro: int, **changes: Any) -> Recipe:
+        changed = recipe.replace(micro_batch=micro, **changes)
+        return changed.replace(accumulation=max(1, self.effective // changed.data_parallel // micro))
+
+    def steps(self) -> tuple[Step, ...]:
+        now = self.start
+        taken: list[Step] = []
+        for name, options, nothing in (
+            ("1 micro-batch", self._smaller, "one sample at a time already"),
+            ("2 mixed precision", self._mixed, "matrix products are in 16 bits already"),
+            ("3 accumulation", self._larger, "no larger micro-batch fits, and none smaller is left"),
+            ("4 checkpointing", self._checkpointed, "blocks are checkpointed already"),
+            ("5 SDPA / flash attention", self._fused, "no stored scores to get rid of"),
+            ("6 sharding", self._sharded, "one GPU: there is nobody to share with"),
+            ("7 offload", self._offloaded, "nothing more to move out"),
+        ):
+            proposals = [*_checked(self.config, self.card, options(now))]
+            step = self._step(name, now, proposals, nothing)
+            taken.append(step)
+            if step.taken:
+                now = step.recipe
+        return tuple(taken)
+
+    def _step(self, name: str, now: Recipe, proposals: list[Recipe], nothing: str) -> Step:
+        """Choose among proposals: the first (cheapest) that fits, else the smallest."""
+        before = self.bytes(now)
+        fitted = self.fits(now)
+        raising = name.startswith("3")
+        if not proposals:
+            return self._stepped(name, now, False, nothing, "")
+        if raising:
+            good = [r for r in proposals if fitted and self.fits(r)]
+            if not good:
+                return self._stepped(name, now, False, nothing, "")
+            why = f"{_micro(good[0])} fits: fewer passes, the same batch"
+            return self._stepped(name, good[0], True, why, self._price(now, good[0]))
+        chosen = next((r for r in proposals if self.fits(r)), None)
+        if chosen is None:
+            chosen = min(proposals, key=lambda r: self.bytes(r).peak)
+        after = self.bytes(chosen)
+        price = self._price(now, chosen)
+        what = _difference(now, chosen)
+        if fitted:
+            left = self.usable - before.peak
+            return self._stepped(
+                name, chosen, False, f"not needed: {format_gb(left)} are left without {what}", price
+            )
+        if after.peak >= before.peak:
+            why = f"{what} doesn't lower the peak, which stands in {before.peak_phase}"
+            return self._stepped(name, chosen, False, why, price)
+        if not self._outside_fits(chosen, after):
+            host, nvme = self._outside(chosen, after.host)
+            need = f"{format_gb(host)} of host memory" + (f" and {format_gb(nvme)} of NVMe" if nvme else "")
+            return self._stepped(name, chosen, False, f"{what} needs {need} per machine, not there", price)
+        saved = before.peak - after.peak
+        why = f"{what}: {format_gb(saved)} less" + (", and it fits" if self.fits(chosen) else "")
+        return self._stepped(name, chosen, True, why, price)
+
+    def _stepped(self, name: str, recipe: Recipe, taken: bool, why: str, price: str) -> Step:
+        found = self.bytes(recipe)
+        return Step(
+            name, recipe, footprint(self.config, recipe, self.card), found.peak, found.peak_phase,
+            dict(found.phases[found.peak_phase]), taken, self.fits(recipe), why, price,
+        )  # fmt: skip
+
+    def _smaller(self, now: Recipe) -> Iterator[Recipe]:
+        sizes = [b for b in self._micro_batches(now) if b < now.micro_batch]
+        for b in reversed(sizes):
+            yield self._resized(now, b)
+
+    def _larger(self, now: Recipe) -> Iterator[Recipe]:
+        for b in reversed([b for b in self._micro_batches(now) if b > now.micro_batch]):
+            yield self._resized(now, b)
+
+    def _mixed(self, now: Recipe) -> Iterator[Recipe]:
+        if now.compute_dtype == "fp32":
+            sixteen = "amp-bf16" if "bf16" in self.card.dtypes else "amp-fp16"
+            yield now.replace(precision="bf16-master" if now.zero_stage >= 2 else sixteen)
+
+    def _checkpointed(self, now: Recipe) -> Iterator[Recipe]:
+        if now.checkpointing == "none":
+            if self.transformer:
+                yield now.replace(checkpointing="selective")
+            # all of these compute the blocks once more: the one with the smallest peak
+            same = [now.replace(checkpointing=c) for c in ("full", "every-2", "every-4", "every-8")]
+            valid = [*_checked(self.config, self.card, same)]
+            yield from sorted(valid, key=lambda r: self.bytes(r).peak)[:1]
+        elif now.checkpointing != "full":
+            yield now.replace(checkpointing="full")
+
+    def _fused(self, now: Recipe) -> Iterator[Recipe]:
+        if self.transformer and now.attention == "eager":
+            yield now.replace(attention="sdpa")
+
+    def _sharded(self, now: Recipe) -> Iterator[Recipe]:
+        if self.count == 1:
+            return
+        found = []
+        masters = now.precision.replace("amp-fp16", "bf16-master").replace("amp-bf16", "bf16-master")
+        for tensor, stage in self._layouts(masters):
+            precision = masters if stage >= 2 else now.precision
+            if (stage, tensor) != (now.zero_stage, now.tensor_parallel) and stage >= now.zero_stage:
+                changes = {"zero_stage": stage, "tensor_parallel": tensor, "precision": precision}
+                found += [
+                    self._resized(now, b, **changes)
+                    for b in (now.micro_batch,)
+                    if self.effective // (self.count // tensor) % b == 0
+                ]
+        valid = [*_checked(self.config, self.card, found)]
+        yield from sorted(valid, key=lambda r: self.cost(r).total)
+
+    def _offloaded(self, now: Recipe) -> Iterator[Recipe]:
+        found: list[Recipe] = []
+        for stage in dict.fromkeys((2 if now.zero_stage == 1 else now.zero_stage, 3)):
+            if stage and now.data_parallel == 1:
+                continue
+            for offload in self._offloads("fp32", stage, now.optimizer):
+                if not offload:
+                    continue
+                precision = now.precision
+                hosted = offload[0].startswith("optimizer_states")
+                if precision == "bf16-master" and hosted:
+                    precision = "bf16"  # the masters are on the host
+                elif stage >= 2 and precision.startswith("amp-"):
+                    precision = "bf16" if hosted else "bf16-master"
+                impl = "fused" if any("optimizer" in item for item in offload) else now.optimizer_impl
+                try:
+                    found.append(
+                        now.replace(
+                            offload=offload, zero_stage=stage, precision=precision, optimizer_impl=impl
+                        )
+                    )
+                except RecipeError:
+                    continue
+        valid = [*_checked(self.config, self.card, found)]
+        yield from sorted(valid, key=lambda r: self.cost(r).total)
+
+    def _price(self, before: Recipe, after: Recipe) -> str:
+        old, new = self.cost(before), self.cost(after)
+        parts = []
+        if new.recomputed > old.recomputed:
+            share = (new.recomputed - old.recomputed) / max(new.flops - new.recomputed, 1)
+            parts.append(f"{_flops(new.recomputed)} computed twice ({share:+.0%})")
+        links = {
+            "data parallel": "data parallel", "tensor parallel": "tensor parallel", "offload": "host link",
+            "CPU update": "CPU update", "NVMe": "NVMe", "memory traffic": "memory traffic",
+        }  # fmt: skip
+        for name, shown in links.items():
+            more = new.seconds.get(name, 0) - old.seconds.get(name, 0)
+            if more > 0.001 * new.total:
+                parts.append(f"{shown} {_seconds(more)} more")
+        sent = {k: v - old.bytes.get(k, 0) for k, v in new.bytes.items() if v > old.bytes.get(k, 0)}
+        parts += [f"{format_gb(size)} over {name}" for name, size in sent.items()]
+        if before.compute_dtype != after.compute_dtype:
+            scale = ", a loss scale" if after.grad_scaler else ""
+            parts.append(f"products rounded to {after.compute_dtype}{scale}")
+        for word in self._numerics(after)[0]:
+            if word not in self._numerics(before)[0]:
+                parts.append(word)
+        if after.attention != before.attention:
+            parts.append("the same result up to rounding")
+        parts.append(f"a batch {_seconds(old.total)} -> {_seconds(new.total)}")
+        return ", ".join(parts)
+
+    # what stands in the way
+
+    def bound(self) -> tuple[str, str]:
+        recipe = self.start
+        rows = self.bytes(recipe)
+        full = footprint(self.config, recipe, self.card)
+        at = rows.phases[rows.peak_phase]
+        own = self._updating(recipe).peaks["optimizer"]
+        states = sum(own[name] for name in ("parameters", "gradients", "optimizer_states"))
+        if states > self.usable:
+            return "states", (
+                f"parameters, gradients and optimizer states alone are {format_gb(states)}, the card holds "
+                f"{format_gb(self.usable)}: share, shrink or move them; no micro-batch is small enough"
+            )
+        logits = sum(t.bytes for t in full.tensors if _of_logits(t.name))
+        moment = rows.moments.get(rows.peak_phase, "")
+        if "loss." in moment or _of_logits(moment):
+            logits += at["temporaries"]
+        kept = at["activations"] + at["temporaries"]
+        resident = at["parameters"] + at["gradients"] + at["optimizer_states"]
+        if rows.peak_phase == "optimizer" or resident >= kept:
+            update = f"; the update's temporaries {format_gb(at['temporaries'])}" * (
+                rows.peak_phase == "optimizer"
+            )
+            return "states", (
+                f"at the peak ({rows.peak_phase}) states are {format_gb(resident)} of {format_gb(rows.peak)}"
+                f"{update}: sharding, a smaller optimizer or offload move it, a smaller micro-batch hardly"
+            )
+        if logits * 2 > kept:
+            return "logits", (
+                f"logits, their softmax and gradients are {format_gb(logits)} of {format_gb(kept)} that a "
+                "micro-batch makes: fewer tokens at a time or a split vocabulary help, checkpointing doesn't"
+            )
+        return "activations", (
+            f"at the peak ({rows.peak_phase}) activations and temporaries are {format_gb(kept)} of "
+            f"{format_gb(rows.peak)}: a smaller micro-batch, checkpointing and SDPA help, sharding states doesn't"
+        )
+
+    def arithmetic(self) -> str:
+        r, found = self.start, self.bytes(self.start)
+        row = found.phases[found.peak_phase]
+        parts = " + ".join(f"{format_gb(row[c])} {c.replace('_', ' ')}" for c in CONSUMERS if row[c])
+        left = self.usable - found.peak
+        card = f"{self.card.name} holds {format_gb(self.card.memory_bytes)}, {format_gb(self.context)} of it context"
+        verdict = f"{format_gb(-left)} too much" if left < 0 else f"{format_gb(left)} left"
+        each = sum(t.bytes for t in r.state_tensors((MIN_8BIT * 256,))) / (MIN_8BIT * 256)
+        p, g = DTYPE_BYTES[r.parameter_dtype], DTYPE_BYTES[r.gradient_dtype]
+        shared = f", shared by {r.data_parallel} (ZeRO-{r.zero_stage})" if r.zero_stage else ""
+        shared += f", split by {r.tensor_parallel} (tensor parallel)" if r.tensor_parallel > 1 else ""
+        return (
+            f"{format_count(self.config.parameter_count)} parameters x ({p} + {g} + {each:.3g}) bytes of weights, "
+            f"gradients, optimizer states{shared}; at the peak ({found.peak_phase}): {parts} = "
+            f"{format_gb(found.peak)}; {card}: {verdict}"
+        )
+
+    # limits
+
+    def _largest(self, recipe: Recipe, name: str, most: int) -> int:
+        """The largest value of a field with which the recipe fits: doubling, then bisection."""
+
+        def good(value: int) -> bool:
+            try:
+                return self.fits(recipe.replace(**{name: value}).resolve(self.config, self.card))
+            except RecipeError:
+                return False
+
+        least = 1 if self.transformer or not good(2) or good(1) else 2
+        if not good(least):
+            return 0
+        low = least
+        while low * 2 <= most and good(low * 2):
+            low *= 2
+        high = min(low * 2, most + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if good(middle) else (low, middle)
+        return low
+
+    # the answer
+
+    def plan(self) -> Plan:
+        start = self.bytes(self.start)
+        found = self.search()
+        candidates = tuple(self._candidate(*one) for one in found.candidates)
+        base = candidates[0].recipe if candidates else self.start
+        bound, why = self.bound()
+        context = self.config.context if isinstance(self.config, TransformerConfig) else 0
+        longest = 2**22
+        if isinstance(self.config, TransformerConfig) and self.config.positions == "learned":
+            longest = context
+        chosen = candidates[0].peak_bytes if candidates else start.peak
+        doubt = self.uncertainty(base, chosen)
+        known = self.card.context_source or "assumed: 0.14 GB (T4) to 1.4 GB (V100, CUDA 11) are reported"
+        notes = list(self.start.notes(self.config, self.card))
+        for candidate in candidates[:1]:
+            notes += [n for n in candidate.recipe.notes(self.config, self.card) if n not in notes]
+            if candidate.host_bytes and self.host_bytes is None:
+                notes.append(
+                    f"the best recipe takes {format_gb(candidate.host_bytes)} of host memory per machine: "
+                    "no limit was given (host_bytes, --host-memory)"
+                )
+        return Plan(
+            model=self.config.name,
+            gpu=self.card,
+            count=self.count,
+            effective_batch=self.effective,
+            start=self.start,
+            start_peak=start.peak,
+            start_phase=start.peak_phase,
+            start_consumers=dict(start.phases[start.peak_phase]),
+            fits=self.fits(self.start),
+            arithmetic=self.arithmetic(),
+            steps=self.steps(),
+            candidates=candidates,
+            alternatives=tuple(self._candidate(*one) for one in found.alternatives),
+            tight=tuple(self._candidate(*one) for one in found.tight),
+            next_cheaper=self._candidate(*found.before) if found.before else None,
+            nearest=None if candidates else self._nearest(found.families),
+            bound=bound,
+            bound_why=why,
+            largest_micro_batch=self._largest(base, "micro_batch", 2**20),
+            longest_sequence=self._largest(base, "sequence", longest) if self.transformer else 0,
+            searched=found.searched,
+            assumptions=self.assumptions,
+            uncertainty=(("context", self.context, known), *doubt),
+            notes=tuple(notes),
+            parameter_count=self.config.parameter_count,
+        )
+
+
+def _checked(config: Config, card: GPU, recipes: Any) -> Iterator[Recipe]:
+    """Those of `recipes` that this model and card can run."""
+    for recipe in recipes:
+        try:
+            yield recipe.resolve(config, card)
+        except RecipeError:
+            continue
+
+
+def _of_logits(name: str) -> bool:
+    return name.startswith("loss.") or "logits" in name
+
+
+def _micro(recipe: Recipe) -> str:
+    return f"micro-batch {recipe.micro_batch} x {recipe.accumulation}"
+
+
+def _difference(before: Recipe, after: Recipe) -> str:
+    """What a lever changes, in words."""
+    parts = []
+    if after.micro_batch != before.micro_batch:
+        parts.append(_micro(after))
+    for name in ("precision", "optimizer", "attention"):
+        if getattr(after, name) != getattr(before, name):
+            parts.append(str(getattr(after, name)))
+    if after.checkpointing != before.checkpointing:
+        parts.append(f"checkpointing {after.checkpointing}")
+    if after.zero_stage != before.zero_stage:
+        parts.append(f"ZeRO-{after.zero_stage}")
+    if after.tensor_parallel != before.tensor_parallel:
+        parts.append(f"tensor parallel {after.tensor_parallel}")
+    if after.offload != before.offload:
+        parts.append("offload " + " ".join(after.offload))
+    return ", ".join(parts)
+
+
+# -- as text ---------------------------------------------------------------------------------------------
+
+
+def _seconds(value: float) -> str:
+    if value >= 120:
+        return f"{value / 60:,.3g} min" if value < 7200 else f"{value / 3600:,.3g} h"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _flops(value: int) -> str:
+    for suffix, scale in (("E", 10**18), ("P", 10**15), ("T", 10**12)):
+        if value >= scale:
+            return f"{value / scale:.3g} {suffix}FLOP"
+    return f"{value / 10**9:.3g} GFLOP"
+
+
+def _brief(recipe: Recipe) -> str:
+    """A recipe in one short line."""
+    parts = [recipe.precision, f"{recipe.optimizer}/{recipe.optimizer_impl}"]
+    parts.append(f"{recipe.micro_batch} x {recipe.accumulation}")
+    if recipe.attention == "eager":
+        parts.append("eager")
+    if recipe.checkpointing != "none":
+        parts.append(f"ckpt {recipe.checkpointing}")
+    if recipe.zero_stage:
+        parts.append(f"ZeRO-{recipe.zero_stage}")
+    if recipe.tensor_parallel > 1:
+        parts.append(f"TP {recipe.tensor_parallel}")
+    if getattr(recipe, "lora_rank", None):
+        parts.append(f"LoRA r{recipe.lora_rank} {getattr(recipe, 'base_weights', '')}".rstrip())  # type: ignore[attr-defined]
+    if recipe.offload:
+        parts.append("offload " + " ".join(_SHORT.get(i, i) for i in recipe.offload))
+    return ", ".join(parts)
+
+
+_SHORT = {
+    f"{what}:{where}": f"{short}:{where}"
+    for what, short in (
+        ("optimizer_states", "opt"), ("gradients", "grad"), ("parameters", "param"), ("activations", "act"),
+    )
+    for where in ("cpu", "nvme")
+}  # fmt: skip
+
+
+def _page(plan: Plan, width: int) -> list[str]:
+    import textwrap
+
+    def wrapped(text: str, indent: str = "") -> list[str]:
+        return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  ",
+                             break_on_hyphens=False)  # fmt: skip
+
+    cards = "1 card" if plan.count == 1 else f"{plan.count:,} cards"
+    lines = wrapped(
+        f"{plan.model} ({format_count(plan.parameter_count)} parameters) on {cards} {plan.gpu.name}, effective "
+        f"batch {plan.effective_batch:,}"
+        + (f" x {plan.start.sequence:,} tokens" if plan.start.sequence else "")
+    )
+    lines += ["", *wrapped(f"start: {_brief(plan.start)}"), *wrapped(plan.arithmetic, "  ")]
+    lines += wrapped(f"{'fits' if plan.fits else 'does not fit'}; {plan.bound}-bound: {plan.bound_why}", "  ")
+
+    head = "".join(f"{name:>10}" for name in ("params", "grads", "states", "activ.", "temp.", "peak"))
+    lines += ["", f"{'the seven steps (GB per GPU at the peak)':<40}{head}"]
+    lines.append(_consumer_row("  start", plan.start_consumers, plan.start_peak))
+    for step in plan.steps:
+        mark = "+ " if step.taken else "  "
+        shown = step.name if step.taken or not step.price else f"({step.name})"
+        lines.append(_consumer_row(mark + shown, step.consumers, step.peak_bytes))
+        lines += wrapped(step.why, "      ")
+        if step.price:
+            lines += wrapped(f"costs: {step.price}", "      ")
+    lines.append("  (in brackets: not taken; its bytes are those it would lead to)")
+
+    lines.append("")
+    if plan.best is not None:
+        lines += wrapped(f"best of {plan.searched:,} recipes: {_brief(plan.best.recipe)}")
+        parts = ", ".join(f"{name} {_seconds(value)}" for name, value in plan.best.cost.seconds.items())
+        lines += wrapped(
+            f"peak {format_gb(plan.best.peak_bytes)} in {plan.best.peak_phase}, {format_gb(plan.best.margin_bytes)} "
+            f"left beyond the uncertainty; {_seconds(plan.best.seconds)} a batch: {parts}", "  ",
+        )  # fmt: skip
+        if plan.best.numerics:
+            lines += wrapped("changes training: " + "; ".join(plan.best.numerics), "  ")
+        if plan.best.host_bytes or plan.best.nvme_bytes:
+            nvme = f", NVMe {format_gb(plan.best.nvme_bytes)}" if plan.best.nvme_bytes else ""
+            lines += wrapped(f"per machine: host memory {format_gb(plan.best.host_bytes)}{nvme}", "  ")
+    else:
+        lines.append(f"none of {plan.searched:,} recipes fits")
+        if plan.nearest is not None:
+            lines += wrapped(
+                f"the smallest: {_brief(plan.nearest.recipe)}, peak {format_gb(plan.nearest.peak_bytes)}, host "
+                f"memory {format_gb(plan.nearest.host_bytes)} per machine", "  ",
+            )  # fmt: skip
+    if plan.candidates:
+        lines += ["", _rank_row("ways that fit, cheapest first", "peak GB", "left GB", "a batch", width)]
+        lines += [_ranked(c, width) for c in plan.candidates]
+    if plan.alternatives:
+        lines += ["", _rank_row("ways that also change training", "peak GB", "left GB", "a batch", width)]
+        for c in plan.alternatives:
+            lines += [_ranked(c, width), *wrapped("; ".join(c.numerics), "      ")]
+    if plan.tight:
+        lines += [
+            "",
+            _rank_row("cheaper, too close for a closed form: trace", "peak GB", "left GB", "a batch", width),
+        ]
+        lines += [_ranked(c, width) for c in plan.tight]
+    lines.append("")
+    whose = "with the best recipe" if plan.best else "with the starting recipe"
+    longest = f", longest sequence {plan.longest_sequence:,}" if plan.start.sequence else ""
+    lines += wrapped(
+        f"{whose} and nothing else changed: largest micro-batch {plan.largest_micro_batch:,}{longest}"
+    )
+    lines.append("assumed:")
+    for line in plan.assumptions.lines():
+        lines += wrapped(line, "  ")
+    lines.append("held back:")
+    for name, size, why in plan.uncertainty:
+        lines += wrapped(f"{format_gb(size)} {name}: {why}", "  ")
+    for note in plan.notes:
+        lines += wrapped(f"note: {note}")
+    return lines
+
+
+def _consumer_row(name: str, row: Mapping[str, int], peak: int) -> str:
+    return f"{name:<40}" + "".join(f"{row[c] / GB:>10.2f}" for c in CONSUMERS) + f"{peak / GB:>10.2f}"
+
+
+def _rank_row(what: str, peak: str, left: str, seconds: str, width: int) -> str:
+    return f"{what:<{width - 30}}{peak:>10}{left:>10}{seconds:>10}"
+
+
+def _ranked(candidate: Candidate, width: int) -> str:
+    what = "  " + _brief(candidate.recipe)
+    room = width - 31
+    if len(what) > room:
+        what = what[: room - 3] + "..."
+    return _rank_row(
+        what, f"{candidate.peak_bytes / GB:.2f}", f"{candidate.margin_bytes / GB:.2f}", _seconds(candidate.seconds), width
+    )  # fmt: skip
