@@ -596,3 +596,79 @@ def _micro_batch_view(now: Choices, before: Choices | None, controls: Sequence[C
     return View(
         finding, ("micro-batch", "peak", "micro-batches a step", "on the card"), tuple(rows), note, figure
     )
+
+
+# -- chapter 7: what three ways to use many cards send ---
+
+_TRAFFIC = ("tensor parallel", "ZeRO-3", "pipeline")
+
+
+def traffic(model: str = "llama2-70b", ranks: int = 8) -> Explorer:
+    """Bytes that one rank sends for one micro-batch of `model`, 16 bit: tensor parallel, ZeRO-3, pipeline.
+
+    By the ring algorithm, forward and backward (see exercise 7.3); for the pipeline, a stage in the middle.
+    Raises ValueError for a model that isn't known or has no blocks, or for less than two ranks.
+    """
+    config = models.model(model)
+    if not isinstance(config, models.TransformerConfig):
+        raise ValueError(f"{config.name} has no row of equal blocks; choose a transformer, such as gpt2")
+    if ranks < 2:
+        raise ValueError(f"one rank sends nothing: give at least 2, not {ranks}")
+    names = tuple(n for n, c in models.MODELS.items() if isinstance(c, models.TransformerConfig))
+    links = tuple(n for n, link in hardware.LINKS.items() if "GPU" in link.connects)
+    controls = [
+        Control("model", "Model", _names(names)),
+        Control("ranks", "Ranks", tuple((str(n), n) for n in sorted({2, 4, 8, 16, 64, ranks}))),
+        Control("micro_batch", "Micro-batch", tuple((str(n), n) for n in (1, 2, 4, 8, 16, 32))),
+        Control("link", "Link", _names(links)),
+    ]
+    start = {"model": config.name, "ranks": ranks, "micro_batch": 1, "link": "NVLink3"}
+    return Explorer(_traffic_view, controls, start)
+
+
+def _sent(config: models.TransformerConfig, tokens: int, ranks: int) -> dict[str, int]:
+    activation, weights = 2 * tokens * config.hidden, 2 * config.parameter_count  # bytes
+    sums = 4 * 2 * activation * config.layers
+    ring = (sums * (ranks - 1) // ranks, 3 * weights * (ranks - 1) // ranks, 2 * activation)
+    return dict(zip(_TRAFFIC, ring, strict=True))
+
+
+def _traffic_view(now: Choices, before: Choices | None = None) -> View:
+    config, link, ranks = models.model(now["model"]), hardware.link(now["link"]), now["ranks"]
+    assert isinstance(config, models.TransformerConfig)
+    tokens = now["micro_batch"] * config.context
+    sent = _sent(config, tokens, ranks)
+    even = 3 * config.parameter_count // (4 * 2 * config.layers * config.hidden)
+    less, more = sorted(_TRAFFIC[:2], key=sent.__getitem__)
+    finding = (
+        f"{config.name}, {tokens:,} tokens a micro-batch: {less} sends {sent[more] / sent[less]:.1f} times "
+        f"less than {more}"
+    )
+    rows = tuple(
+        (name, units.format_bytes(size), plots.seconds(size / link.bandwidth), waits)
+        for (name, size), waits in zip(
+            sent.items(), ("4 times a layer, all wait", "can run ahead", "at stage borders"), strict=True
+        )
+    )
+    note = (
+        f"Sent by one of {ranks} ranks for one micro-batch, forward and backward, 16 bit; {link.name} has "
+        f"{link.bandwidth / units.GB:,.0f} GB/s. Tensor parallel and ZeRO-3 send the same at {even:,} tokens; "
+        f"for each token trained at {even // ranks:,}: tensor parallel ranks share a micro-batch, the others "
+        "have one each."
+    )
+    if before is not None:
+        changes = ", ".join(f"{before[key]} → {now[key]}" for key in now if now[key] != before[key])
+        note = f"{changes or 'No change'}. {note}"
+    counts = sorted({2**i for i in range(9, 19)} | {tokens})
+    lines = {name: (counts, [_sent(config, n, ranks)[name] for n in counts]) for name in _TRAFFIC}
+    figure = plots.curves(
+        lines,
+        finding,
+        "tokens in a micro-batch (log scale)",
+        "sent by a rank, log scale",
+        in_bytes=True,
+        log_x=2,
+        log_y=True,
+        notes=[(even, _sent(config, even, ranks)["ZeRO-3"], f"{even:,}")],
+    )
+    return View(finding, ("way", "sent", f"at {link.name}", "when"), rows, note, figure)
