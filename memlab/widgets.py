@@ -651,8 +651,8 @@ def _traffic_view(now: Choices, before: Choices | None = None) -> View:
         )
     )
     note = (
-        f"Sent by one of {ranks} ranks for one micro-batch, forward and backward, 16 bit; {link.name} has "
-        f"{link.bandwidth / units.GB:,.0f} GB/s. Tensor parallel and ZeRO-3 send the same at {even:,} tokens; "
+        f"Sent by one of {ranks} ranks for one micro-batch, forward and backward, 16 bit; {link.name} "
+        f"has {link.bandwidth / units.GB:,.0f} GB/s. Tensor parallel and ZeRO-3 send the same at {even:,} tokens, "
         f"for each token trained at {even // ranks:,}: tensor parallel ranks share a micro-batch, the others "
         "have one each."
     )
@@ -660,15 +660,14 @@ def _traffic_view(now: Choices, before: Choices | None = None) -> View:
         changes = ", ".join(f"{before[key]} → {now[key]}" for key in now if now[key] != before[key])
         note = f"{changes or 'No change'}. {note}"
     counts = sorted({2**i for i in range(9, 19)} | {tokens})
-    lines = {name: (counts, [_sent(config, n, ranks)[name] for n in counts]) for name in _TRAFFIC}
+    lines = {name: (counts, [_sent(config, n, ranks)[name] / units.GB for n in counts]) for name in _TRAFFIC}
     figure = plots.curves(
         lines,
         finding,
         "tokens in a micro-batch (log scale)",
-        "sent by a rank, log scale",
-        in_bytes=True,
+        "sent by a rank (GB, log scale)",
         log_x=2,
         log_y=True,
-        notes=[(even, _sent(config, even, ranks)["ZeRO-3"], f"{even:,}")],
+        notes=[(even, _sent(config, even, ranks)["ZeRO-3"] / units.GB, f"{even:,}")],
     )
     return View(finding, ("way", "sent", f"at {link.name}", "when"), rows, note, figure)
