@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
@@ -192,6 +193,7 @@ def test_resident_memory_of_the_process_agrees() -> None:
     result = witness.resident_peak("""
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from memlab.meter import Meter
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(8)])
@@ -253,6 +255,43 @@ def test_resizing_a_storage_and_a_tensor() -> None:
     trace.validate()
     assert trace.peak_bytes == 16_000  # the new memory is taken before the old is given back
     assert trace.end_bytes == 12_000
+
+
+def test_a_storage_that_comes_back_is_where_it_was() -> None:
+    """Fake storages say that they are on the meta device; what was shrunk to nothing is still known."""
+    with FakeTensorMode(), Meter() as meter:
+        x = torch.ones(1000, device="cuda")
+        storage = x.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(4000)
+        assert storage.device.type == "meta"
+        kept = torch.ones(10)
+    assert (meter.trace_of("cuda").end_bytes, meter.trace_of("cpu").end_bytes) == (4000, 40)
+    assert kept is not None
+
+
+class Pair(torch.Tensor):
+    """A wrapper: two tensors that are one to the outside."""
+
+    @staticmethod
+    def __new__(cls, left: torch.Tensor, right: torch.Tensor) -> Pair:
+        pair: Pair = torch.Tensor._make_wrapper_subclass(cls, left.shape, dtype=left.dtype)
+        pair.parts = (left, right)
+        return pair
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = [func(*(a.parts[i] if isinstance(a, Pair) else a for a in args)) for i in range(2)]
+        return Pair(*parts)
+
+
+def test_wrappers_have_no_memory_their_parts_do() -> None:
+    with Meter() as meter:
+        pair = Pair(torch.ones(100), torch.ones(100))
+        pair = pair + 1
+        assert isinstance(pair, Pair)
+    assert meter.trace.end_bytes == 800
+    assert meter.trace.peak_bytes == 1600
 
 
 def test_set_data_and_set_change_who_holds_the_storage() -> None:
@@ -489,6 +528,18 @@ def test_budget_refuses_before_the_operator_runs_when_it_can() -> None:
         assert meter.trace.peak_bytes == 0
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 1.00 MiB"), Meter(budget=2**20):
         torch.ones(2**17).new_empty(2**18)
+
+
+def test_budget_counts_the_metered_device_only() -> None:
+    """Main memory beside it: neither refused before an operator, nor counted after it, nor at a resize."""
+    with Meter(budget=2**20, device="meta") as meter:
+        kept = [torch.ones(2**20), torch.ones(2**20) + 1]
+        kept[0].untyped_storage().resize_(2**23)
+        kept.append(torch.ones(2**18, device="meta"))
+        assert meter.live_bytes == 2**20
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(1, device="meta")
+    assert meter.trace_of("cpu").end_bytes == 2**23 + 2**22
 
 
 def test_budget_must_be_positive() -> None:

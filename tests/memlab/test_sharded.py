@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from memlab import virtual
+from memlab.models import model
 from memlab.recipe import Recipe, RecipeError
 from memlab.sharded import Sharding, _Chunks, fake_process_group, trace_sharded
 from memlab.trace import Trace
@@ -218,6 +219,35 @@ def test_master_weights_under_tensor_parallel() -> None:
     assert trace.consumer_peaks()["optimizer_states"] == 6 * parameters + steps
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert-base", "llama2-7b", "llama2-70b"])
+@pytest.mark.parametrize(
+    ("split", "world", "stage", "fields"),
+    [
+        (2, 2, 0, {"precision": "amp-bf16"}),
+        (4, 4, 0, {"precision": "bf16-master", "accumulation": 2, "set_to_none": False}),
+        (8, 8, 0, {"precision": "fp32", "optimizer": "adafactor"}),
+        (2, 4, 3, {"precision": "bf16", "optimizer": "adamw-8bit"}),
+        (8, 16, 2, {"precision": "bf16-master"}),
+    ],
+)
+def test_every_model_under_tensor_parallel(
+    name: str, split: int, world: int, stage: int, fields: dict[str, Any]
+) -> None:
+    """With and without fully_shard, with each optimizer that has its own way with split weights."""
+    config = replace(
+        model(name), layers=1, hidden=128, heads=16, kv_heads=8 if "70b" in name else 16, head_dim=8,
+        ffn=256, vocab=320, context=16,
+    )  # fmt: skip
+    trace = trace_sharded(config, tensor_parallel=split, world_size=world, zero_stage=stage, **fields)
+    trace.validate()
+    whole = trace_sharded(config, **fields)
+    assert trace.peak_bytes < whole.peak_bytes
+    if stage == 0:
+        # norms, biases of rows, positions and types are whole on every rank
+        mine, all_ = trace.consumer_peaks()["parameters"], whole.consumer_peaks()["parameters"]
+        assert all_ / split < mine < all_ / split + 0.1 * all_
+
+
 def test_what_cannot_be_is_refused_in_a_line() -> None:
     with pytest.raises(ValueError, match="ranks are 0 to 3"), fake_process_group(4, rank=4):
         pass
@@ -231,10 +261,11 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
         "zero_stage to 2 or 3": {"tensor_parallel": 2, "world_size": 4},
         "zero_stage to 3": {"offload": ["parameters:cpu"]},
         "optimizer_states too": {"offload": ["gradients:cpu"]},
+        "GradScaler": {"tensor_parallel": 2, "world_size": 2, "precision": "amp-fp16"},
     }
     for message, fields in refused.items():
         with pytest.raises(RecipeError, match=message):
-            trace_sharded(TINY["gpt"], precision="bf16", **fields)
+            trace_sharded(TINY["gpt"], **{"precision": "bf16", **fields})
 
 
 def test_users_own_code_runs_in_the_group() -> None:

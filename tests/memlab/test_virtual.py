@@ -9,6 +9,7 @@ from torch import nn
 
 from memlab import hardware
 from memlab.meter import Meter
+from memlab.sharded import fake_process_group
 from memlab.trace import Trace
 from memlab.virtual import VirtualGPU, device
 from tests.memlab.test_meter import assert_clean, convolutions, transformer
@@ -122,6 +123,37 @@ def test_a_real_tensor_inside_is_refused_in_one_line(what: str) -> None:
 def test_an_unknown_card_is_refused_with_near_ones() -> None:
     with pytest.raises(ValueError, match="A100-80GB"):
         VirtualGPU("A100-90GB")
+
+
+@pytest.mark.parametrize("card", [None, "T4"])
+def test_the_host_is_no_part_of_the_card(card: str | None) -> None:
+    """What lies in main memory is in a trace of its own and counts against no limit, resized or not."""
+    with VirtualGPU(card, limit=200 * 2**20) as gpu:
+        with gpu.host():
+            waits = torch.empty(2**26)
+            waits.untyped_storage().resize_(2**29)
+        also = torch.empty(2**26, device="meta")
+        kept = torch.ones(1000)
+        assert gpu.live_bytes == kept.nbytes
+        if card is not None:
+            assert torch.cuda.memory_allocated() == 4096
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**26)
+    assert gpu.trace_of("card").peak_bytes == 4000
+    assert gpu.trace_of("host").end_bytes == 2**29 + also.nbytes
+    gpu.trace_of("host").validate()
+    with pytest.raises(ValueError, match="host"):
+        gpu.trace_of("hosts")
+
+
+@pytest.mark.parametrize("card", [None, "A100-80GB"])
+def test_waiting_for_a_collective_takes_nothing(card: str | None) -> None:
+    import torch.distributed._functional_collectives as collectives
+
+    with fake_process_group(2), VirtualGPU(card) as gpu:
+        kept = torch.ones(1000)
+        total = collectives.all_reduce(kept, "sum", [0, 1])
+        assert gpu.live_bytes == kept.nbytes + total.nbytes
 
 
 def test_phases_can_be_marked_by_hand() -> None:

@@ -96,7 +96,7 @@ def test_the_meter_agrees_and_so_does_a_virtual_gpu() -> None:
     with Meter() as meter:
         real = live_after_forward(meter)
     with VirtualGPU() as gpu:
-        fake = live_after_forward(gpu._meter)
+        fake = live_after_forward(gpu)
     assert real == fake == chain_units(5, {3, 4}) * 32 * 64 * 4
 
 

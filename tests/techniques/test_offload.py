@@ -136,13 +136,13 @@ def test_controls_that_must_save_nothing() -> None:
 def test_on_a_virtual_gpu(where: str) -> None:
     """The host is the 'meta' device there: it has what the device lost."""
     with VirtualGPU() as gpu:
-        _, _, offload = forward_and_backward(gpu._meter, where)
+        _, _, offload = forward_and_backward(gpu, where)
     assert offload.out == offload.back == (LAYERS + 1) * UNIT
-    host = gpu._meter.trace_of("meta").peak_bytes
+    host = gpu.trace_of("host").peak_bytes
     assert host == (offload.out if where == "host" else 0)
     with Meter() as meter:
         forward_and_backward(meter, where)
-    device = gpu._meter.trace_of("cpu").phase_peaks()["forward"]
+    device = gpu.trace_of("card").phase_peaks()["forward"]
     assert device == meter.trace.phase_peaks()["forward"]
 
 
@@ -217,8 +217,8 @@ def two_steps(meter: Any, how: str) -> tuple[Any, int]:
 def test_states_on_the_host_of_a_virtual_gpu(how: str) -> None:
     """Bytes per parameter on the device by consumer; the host has the rest."""
     with VirtualGPU() as gpu:
-        mover, numel = two_steps(gpu._meter, how)
-    device = gpu._meter.trace_of("cpu").consumer_peaks()
+        mover, numel = two_steps(gpu, how)
+    device = gpu.trace_of("card").consumer_peaks()
     expected = {
         "plain": {"parameters": 4, "gradients": 4, "optimizer_states": 8},
         "host": {"parameters": 4, "gradients": 4, "optimizer_states": 0},
@@ -227,7 +227,7 @@ def test_states_on_the_host_of_a_virtual_gpu(how: str) -> None:
     for consumer, each in expected.items():
         assert device[consumer] == pytest.approx(each * numel, rel=0.02, abs=200)
     if how == "host":
-        assert gpu._meter.trace_of("meta").peak_bytes >= 16 * numel  # masters, gradients, moments
+        assert gpu.trace_of("host").peak_bytes >= 16 * numel  # masters, gradients, moments
         assert {"out": mover.out // 2, "back": mover.back // 2} == moved(numel, "optimizer")
     if how == "parameters":
         most = moved(numel, "parameters")
