@@ -115,13 +115,20 @@ def grade(
     seed: Annotated[
         str | None, typer.Option(help="Secret of the hidden inputs; drawn and kept in OUT when left out.")
     ] = None,
+    sandbox: Annotated[
+        str,
+        typer.Option(
+            help="Where submissions run: auto, bubblewrap, landlock, or none (their code runs as you: "
+            "only for submissions that you trust)."
+        ),
+    ] = "auto",
 ) -> None:
     """Grade a folder of submissions with nbgrader: grades.csv, totals.csv and feedback."""
     from autograder.grade import grade_folder
 
     wanted = course.select(course.course_root(), chapter or [])
     try:
-        records = grade_folder(submissions, out, wanted, jobs=jobs, seed=seed)
+        records = grade_folder(submissions, out, wanted, jobs=jobs, seed=seed, sandbox=sandbox)
     except KeyboardInterrupt:
         typer.echo("interrupted: what was graded is kept, and isn't graded again", err=True)
         raise typer.Exit(130) from None

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from memlab.exercises import EVIDENCE_MIME, exercises, rate
+from memlab.exercises import EVIDENCE_MIME, Score, exercises, rate
 
 REVIEW, TAMPERED = "needs_review", "tampered"
 
 
 class Verdict(NamedTuple):
-    """Points of one check cell; `status` and `why` where they are in doubt."""
+    """Points of one check cell; `status` and `why` where in doubt, `score` where there is evidence."""
 
     exercise: str
     points: float
     status: str = ""
     why: str = ""
+    score: Score | None = None
 
 
 def is_check(cell: Mapping[str, Any]) -> bool:
@@ -25,28 +28,46 @@ def is_check(cell: Mapping[str, Any]) -> bool:
     return cell["cell_type"] == "code" and bool(cell["metadata"].get("nbgrader", {}).get("grade"))
 
 
-def judge(cell: Mapping[str, Any], seed: int) -> Verdict:
-    """The verdict on an executed check cell, run with the hidden inputs of `seed`.
+def check_number(cell: Mapping[str, Any]) -> str:
+    """The exercise that a check cell grades; '' for any other cell."""
+    return str(cell["metadata"]["memlab"]["exercise"]) if is_check(cell) else ""
 
-    What the cell shows as its points is compared with what its evidence gives: a kernel in which `check` was
-    replaced shows points and has no evidence for them.
+
+def exercise_seed(seed: int, number: str) -> int:
+    """The seed of one exercise's hidden inputs: a kernel that knows one doesn't know the next."""
+    return _derived(seed, number)
+
+
+def canary_seed(seed: int, number: str) -> int:
+    """The seed of the inputs on which a wrong answer is tried."""
+    return _derived(seed, f"canary {number}")
+
+
+def _derived(seed: int, purpose: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:4], "big")
+
+
+def judge(cell: Mapping[str, Any], seed: int) -> Verdict:
+    """The verdict on an executed check cell, run with the hidden inputs of the course's `seed`.
+
+    A graded kernel's `check` shows nan: any number shows that it was replaced.
     """
-    number = str(cell["metadata"]["memlab"]["exercise"])
+    number = check_number(cell)
     outputs = cell.get("outputs", [])
-    evidence = _evidence(outputs, number, seed)
+    evidence = evidence_of(outputs, number, exercise_seed(seed, number))
     shown = _shown_points(outputs)
     failed = any(output.get("output_type") == "error" for output in outputs)
     if evidence is not None and failed:
         # a check hands over its evidence last of all: nothing of it can fail afterwards
         return Verdict(number, 0, TAMPERED, f"exercise {number}: evidence, and then an error")
+    if shown is not None and evidence is None:
+        return Verdict(number, 0, TAMPERED, f"exercise {number}: {shown} points shown without evidence")
     if evidence is not None:
-        earned = rate(exercises(number.partition(".")[0])[number], evidence).points
-        if shown is None or shown == earned:
-            return Verdict(number, earned)
-        why = f"exercise {number}: {shown:g} points shown, the evidence gives {earned:g}"
-        return Verdict(number, min(earned, shown), TAMPERED, why)
-    if shown:
-        return Verdict(number, 0, TAMPERED, f"exercise {number}: {shown:g} points shown without evidence")
+        score = rate(exercises(number.partition(".")[0])[number], evidence)
+        if shown is None:
+            return Verdict(number, score.points, score=score)
+        why = f"exercise {number}: {shown} points shown, where a graded check shows none"
+        return Verdict(number, 0, TAMPERED, why, score)
     if failed:
         return Verdict(number, 0)
     return Verdict(
@@ -54,7 +75,7 @@ def judge(cell: Mapping[str, Any], seed: int) -> Verdict:
     )
 
 
-def _evidence(outputs: Iterable[Mapping[str, Any]], number: str, seed: int) -> dict[str, Any] | None:
+def evidence_of(outputs: Iterable[Mapping[str, Any]], number: str, seed: int) -> dict[str, Any] | None:
     """The evidence for one exercise and seed; None when there isn't exactly one."""
     found = [o["data"][EVIDENCE_MIME] for o in outputs if EVIDENCE_MIME in o.get("data", {})]
     if len(found) != 1 or not isinstance(found[0], dict):
@@ -68,12 +89,11 @@ def _evidence(outputs: Iterable[Mapping[str, Any]], number: str, seed: int) -> d
     return plain
 
 
-def _shown_points(outputs: Iterable[Mapping[str, Any]]) -> float | None:
-    """The number that the cell's last expression showed, as nbgrader would take it for partial credit."""
+def _shown_points(outputs: Iterable[Mapping[str, Any]]) -> str | None:
+    """The number that the cell's last expression showed, if it is one; nan isn't."""
     for output in outputs:
         if output.get("output_type") == "execute_result":
-            try:
-                return float("".join(output.get("data", {}).get("text/plain", "")))
-            except ValueError:
-                return None
+            text = "".join(output.get("data", {}).get("text/plain", "")).strip()
+            if re.fullmatch(r"[-+]?[\d.]+([eE][-+]?\d+)?", text):
+                return text
     return None

@@ -1,0 +1,174 @@
+"""nbgrader, and the one process that writes its gradebook."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import sqlite3
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nbformat
+
+from autograder import build
+from autograder.course import CourseError, nbgrader_config, write_atomically
+from autograder.records import Job, Outcome
+
+_FORMGRADER = """# Start `jupyter lab` in this folder: formgrader then shows the written answers.
+c = get_config()
+c.CourseDirectory.root = "."
+c.CourseDirectory.course_id = "memlab"
+c.CourseDirectory.db_url = "sqlite:///../gradebook.db"
+c.HTMLExporter.sanitize_html = True
+"""
+
+
+@functools.lru_cache(maxsize=4)
+def api(out: Path) -> Any:
+    """nbgrader's API on the folders and the gradebook under `out`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from nbgrader.apps import NbGraderAPI
+        from nbgrader.preprocessors import AssignLatePenalties, CheckCellMetadata
+
+        from autograder.preprocessors import SavePoints, TakeOutputs
+
+    config = nbgrader_config(out / "course")
+    config.CourseDirectory.db_url = f"sqlite:///{out / 'gradebook.db'}"
+    config.Autograde.autograde_preprocessors = [
+        TakeOutputs, SavePoints, AssignLatePenalties, CheckCellMetadata
+    ]  # fmt: skip
+    here = str(Path(sys.executable).parent)
+    if here not in os.environ.get("PATH", "").split(os.pathsep):
+        # nbgrader calls `alembic` by its bare name when it makes a gradebook
+        os.environ["PATH"] = os.pathsep.join((here, os.environ.get("PATH", "")))
+    made = NbGraderAPI(config=config)
+    made.log.setLevel(logging.ERROR)
+    made.log.propagate = False
+    made.log.addHandler(logging.NullHandler())  # errors are read from each result, not printed
+    return made
+
+
+def why(result: dict[str, Any]) -> str:
+    """The most telling line of an nbgrader result: the last exception that isn't nbgrader's own."""
+    lines = f"{result.get('log', '')}\n{result.get('error', '')}".splitlines()
+    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Entry)\b", line)]
+    own = [line for line in errors if not line.startswith("nbgrader.")]
+    return ([*errors, *own] or [line for line in lines if line.strip()] or ["no reason given"])[-1][:300]
+
+
+def prepare(out: Path, built: Iterable[build.Built]) -> None:
+    """nbgrader's source notebooks, the assignments in its gradebook, and what formgrader reads."""
+    write_atomically(out / "course" / "nbgrader_config.py", _FORMGRADER)
+    gradebook = out / "gradebook.db"
+    if gradebook.exists():
+        try:
+            with contextlib.closing(sqlite3.connect(gradebook)) as connection:
+                connection.execute("select count(*) from assignment")
+        except sqlite3.Error as error:
+            raise CourseError(
+                f"{gradebook} can't be used ({error}): put back a copy, or move it away and points "
+                "given by hand are lost with it"
+            ) from None
+    for item in built:
+        name = item.chapter.name
+        path = out / "course" / "source" / name / f"{name}.ipynb"
+        text = build.to_text(item.source)
+        if path.exists() and path.read_text("utf-8") == text and gradebook.exists():
+            continue
+        write_atomically(path, text)
+        result = api(out).generate_assignment(name, force=True, create=True)
+        if not result["success"]:
+            path.unlink(missing_ok=True)
+            raise CourseError(f"nbgrader can't release {name}: {why(result)}")
+
+
+def take_over(out: Path, job: Job, outcome: Outcome) -> str:
+    """Enters a run notebook and its points into nbgrader: '' or what nbgrader says against it.
+
+    Doing it twice does no harm. A written answer that was graded by hand and didn't change stays graded.
+    """
+    from autograder.preprocessors import SavePoints, TakeOutputs
+
+    path = out / "course" / "submitted" / job.nbgrader_id / job.chapter / f"{job.chapter}.ipynb"
+    before = written_answers(path)
+    write_atomically(path, job.submitted)
+    TakeOutputs.executed = nbformat.reads(outcome.executed, 4)  # type: ignore[no-untyped-call]
+    SavePoints.points = outcome.points
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SQLAlchemy's about nbgrader's models
+        result = api(out).autograde(job.chapter, job.nbgrader_id, force=True, create=True)
+        _settle_written(out, job, unchanged=before == written_answers(path))
+    made = out / "course" / "autograded" / job.nbgrader_id / job.chapter / f"{job.chapter}.ipynb"
+    return "" if result["success"] and made.exists() else why(result)
+
+
+def written_answers(path: Path) -> dict[str, str]:
+    """The hand-graded answers of a submitted notebook, by cell; empty where there is none."""
+    if not path.exists():
+        return {}
+    notebook = nbformat.read(path, 4)  # type: ignore[no-untyped-call]
+    return {
+        cell["id"]: cell["source"]
+        for cell in notebook.cells
+        if cell["cell_type"] == "markdown" and cell["metadata"].get("nbgrader", {}).get("grade")
+    }
+
+
+def _settle_written(out: Path, job: Job, *, unchanged: bool) -> None:
+    """Names the student in formgrader; an answer that was graded by hand and didn't change stays graded."""
+    from nbgrader.api import Gradebook, MissingEntry
+
+    with Gradebook(f"sqlite:///{out / 'gradebook.db'}", "memlab") as gradebook:
+        gradebook.update_or_create_student(job.nbgrader_id, first_name=job.student)
+        try:
+            submission = gradebook.find_submission(job.chapter, job.nbgrader_id)
+        except MissingEntry:
+            return
+        for grade in _written_grades(submission):
+            if unchanged and grade.manual_score is not None:
+                grade.needs_manual_grade = False
+        gradebook.db.commit()
+
+
+def _written_grades(submission: Any) -> list[Any]:
+    """nbgrader's grades of the written answers of one submission."""
+    grades = [grade for notebook in submission.notebooks for grade in notebook.grades]
+    return [grade for grade in grades if grade.cell.cell_type == "markdown"]
+
+
+class ByHand(NamedTuple):
+    """What was given by hand: points once all answers have been read; the signature tells a change."""
+
+    points: float | None
+    signature: str
+
+
+def by_hand(out: Path) -> dict[tuple[str, str], ByHand]:
+    """(nbgrader id, chapter) -> what was given by hand."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from nbgrader.api import Gradebook
+
+        with Gradebook(f"sqlite:///{out / 'gradebook.db'}", "memlab") as gradebook:
+            found: dict[tuple[str, str], ByHand] = {}
+            for assignment in gradebook.assignments:
+                for submission in gradebook.assignment_submissions(assignment.name):
+                    grades = _written_grades(submission)
+                    comments = [c.manual_comment for n in submission.notebooks for c in n.comments]
+                    given = [g.manual_score for g in grades]
+                    if grades and any(x is not None for x in (*given, *comments)):
+                        open_ = any(g.needs_manual_grade for g in grades)
+                        points = None if open_ else sum(g.score for g in grades)
+                        key = submission.student.id, assignment.name
+                        found[key] = ByHand(points, repr((given, comments)))
+                    elif grades and not any(g.needs_manual_grade for g in grades):
+                        # nothing was written: nbgrader gives 0 by itself
+                        found[submission.student.id, assignment.name] = ByHand(0, "")
+            return found

@@ -1,0 +1,156 @@
+"""Code of the grader that runs in the graded kernel, around every check, and looks for tampering.
+
+Student code shares the kernel's process, so nothing here is a proof: it is a row of tripwires. What it can't
+see is bounded from outside, since evidence can only be forged by who knows the answer (`questions.py`).
+
+* the functions that a check rests on are the ones that the kernel began with;
+* an assertion that must fail does;
+* a wrong answer, drawn at random, doesn't earn full points.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+from autograder.evidence import canary_seed, evidence_of
+from memlab.exercises import exercises, rate
+
+Ask = Callable[[str, str], tuple[str, str, list[Any]]]
+
+#: Their functions, and the methods of their classes, must stay the same objects with the same code.
+_WATCHED = (
+    "builtins", "json", "json.encoder", "random", "math", "time", "gc", "io", "os", "contextlib", "weakref",
+    "traceback", "warnings", "multiprocessing.context", "multiprocessing.connection",
+    "IPython.core.display_functions", "torch.utils._python_dispatch", "torch.overrides",
+    "torch.autograd.graph",
+)  # fmt: skip
+_NAMES_ONLY = ("torch", "torch.nn.functional", "numpy")
+
+_LOOK = """
+import sys
+def look(module, deep):
+    for name, value in list(vars(module).items()):
+        kind = type(value).__name__
+        if kind == "function":
+            yield name, id(value), id(value.__code__), id(value.__defaults__), id(value.__kwdefaults__)
+        elif kind == "builtin_function_or_method":
+            yield name, id(value)
+        elif isinstance(value, type) and deep and value.__module__ == module.__name__:
+            yield name, id(value)
+            for key, item in list(vars(value).items()):
+                function = getattr(item, "__func__", getattr(item, "fget", item))
+                if type(function).__name__ == "function":
+                    yield name + "." + key, id(function), id(function.__code__)
+        elif isinstance(value, type):
+            yield name, id(value)
+seen = {}
+for module_name, module in list(sys.modules.items()):
+    memlab = module_name == "memlab" or module_name.startswith("memlab.")
+    if module is not None and (memlab or module_name in watched):
+        for name, *ids in look(module, memlab or watched[module_name]):
+            seen[module_name + "." + name] = ids
+tensor = sys.modules.get("torch")
+if tensor is not None:
+    for name, value in list(vars(tensor.Tensor).items()) + list(vars(tensor.Tensor.__mro__[1]).items()):
+        seen["torch.Tensor." + name] = [id(value)]
+shell = sys.modules["IPython"].get_ipython()
+seen["hooks"] = [len(shell.ast_transformers), len(shell.input_transformers_post),
+                 len(shell.input_transformer_manager.line_transforms),
+                 len(shell.input_transformer_manager.token_transformers), len(shell.custom_exceptions),
+                 id(type(shell)), id(type(shell).run_cell), id(type(shell.kernel).do_execute)]
+digest = sys.modules["zlib"].crc32(repr(sorted(seen.items())).encode())
+"""
+
+
+def _expression(result: str, arguments: dict[str, Any]) -> str:
+    """Evaluates `_LOOK` with a namespace of its own: no name of the student's can get in its way."""
+    return (
+        f"(lambda space: (__import__('builtins').exec({_LOOK!r}, space), {result})[1])"
+        f"(__import__('builtins').dict({arguments!r}))"
+    )
+
+
+_ARGUMENTS = {"watched": {**dict.fromkeys(_WATCHED, True), **dict.fromkeys(_NAMES_ONLY, False)}}
+_DIGEST = _expression("space['digest']", _ARGUMENTS)
+_FULL = _expression("__import__('json').dumps(space['seen'])", _ARGUMENTS)
+
+
+class Watch:
+    """Looks at one kernel, through `ask`: code and expression → (status, text, outputs)."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._digest = ""
+        self._first: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Before the first cell: what an untouched kernel looks like."""
+        _, self._digest, _ = self._ask("", _DIGEST)
+        self._first = self._everything()
+
+    def before(self, seed: int) -> list[str]:
+        """Before a check, whose hidden inputs come from `seed`: the kernel learns it only now."""
+        found = self._compare()
+        status, _, _ = self._ask("assert 1 == 2", "")
+        if status != "AssertionError":
+            found.append(f"an assertion that must fail ends as {status!r}")
+        self._set_seed(seed)
+        return found
+
+    def after(self) -> list[str]:
+        """After a check."""
+        return self._compare()
+
+    def canary(self, number: str, source: str, seed: int) -> list[str]:
+        """A wrong answer to the same exercise, through the kernel's own check."""
+        own = canary_seed(seed, number)
+        self._set_seed(own)
+        wrong = random.Random(own).choice(_WRONG)
+        answers = ", ".join([wrong] * _answers(source))
+        _, _, outputs = self._ask(f'__import__("memlab").check("{number}", {answers})', "")
+        self._set_seed(0)
+        evidence = evidence_of(outputs, number, own)
+        exercise = exercises(number.partition(".")[0])[number]
+        if evidence is not None and rate(exercise, evidence).points >= exercise.points:
+            return [f"a wrong answer ({wrong}) earns full points"]
+        return []
+
+    def _set_seed(self, seed: int) -> None:
+        self._ask(f'__import__("os").environ["MEMLAB_CHECK_SEED"] = "{seed}"', "")
+
+    def _compare(self) -> list[str]:
+        _, digest, _ = self._ask("", _DIGEST)
+        if digest == self._digest and digest:
+            return []
+        now = self._everything()
+        changed = [name for name, ids in self._first.items() if now.get(name) != ids]
+        if not changed and now:
+            # names were added, by an import for instance: from here on they belong to the picture
+            self._first, self._digest = now, digest
+            return []
+        shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        return [f"changed in the kernel: {shown or 'it can not be looked at any more'}"]
+
+    def _everything(self) -> dict[str, Any]:
+        _, text, _ = self._ask("", _FULL)
+        try:
+            found = json.loads(ast.literal_eval(text))
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+#: Answers that are right for no exercise.
+_WRONG = ("None", "'?'", "lambda *a, **k: None")
+
+
+def _answers(source: str) -> int:
+    """How many answers the check takes: `memlab.check("1.1", bandwidth, visible)` takes two."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "check":
+            return max(len(node.args) - 1, 1)
+    return 1

@@ -1,0 +1,308 @@
+"""The process that graded kernels are forked from. It runs inside the sandbox, alone, without the autograder.
+
+It imports torch, memlab and ipykernel once. For each submission, and again after a kernel's death, it forks
+
+    zygote ── keeper ── init (pid 1 of its own process namespace) ── kernel (runs the student's code)
+
+and each time everything is new: processes, /tmp, /dev/shm, the working folder. When init ends, the Linux
+kernel ends every process that the submission started, whatever session it hid in. The kernel has no
+privileges and its limits before a line of the submission runs; the folder of its sockets is read-only then.
+
+The grader talks to it in JSON, one packet each, on a socket:
+
+    ← {"ready": true, "memory": bytes}
+    → {"start": {"connection": path, "environment": {…}, "limits": {…}, "run": path, …}}
+    ← {"started": true}, later {"ended": "exit 0" | "signal 9" | "too much memory" | …}
+    → {"signal": "interrupt" | "kill"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+PACKET = 1 << 16
+
+#: Loaded before the fork, since each costs a submission more than a few milliseconds.
+PRELOADED = (
+    "torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.optim", "torch.utils.checkpoint", "torch.utils._python_dispatch", "torch.profiler",
+    "numpy", "matplotlib.pyplot", "matplotlib_inline.backend_inline", "ipywidgets",
+    "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger",
+    "IPython.core.display_functions", "IPython.core.completer",
+    "multiprocessing.connection", "concurrent.futures.thread",
+)  # fmt: skip
+
+_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+_PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER, _PR_CAP_AMBIENT, _CLEAR_ALL = 38, 36, 47, 4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Serves the socket whose number is the first argument until the grader hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    _preload()
+    control.send(json.dumps({"ready": True, "memory": _memory_of([os.getpid()])}).encode())
+    keeper = 0
+    verdict = ""
+    limit = 0
+    while True:
+        readable, _, _ = select.select([control], [], [], 0.1 if keeper else None)
+        if readable:
+            packet = control.recv(PACKET)
+            if not packet:
+                break
+            request = json.loads(packet)
+            if "start" in request:
+                limit = request["start"]["limits"]["total_memory"]
+                keeper, verdict = _fork_keeper(control, request["start"]), ""
+                control.send(b'{"started": true}')
+            elif keeper:
+                name = signal.SIGINT if request["signal"] == "interrupt" else signal.SIGKILL
+                _send_signal(keeper, name)
+        if keeper:
+            ended, status = os.waitpid(keeper, os.WNOHANG)
+            if ended:
+                why = verdict or _read_status(status)
+                keeper = 0
+                control.send(json.dumps({"ended": why}).encode())
+            elif not verdict and _memory_below(keeper) > limit:
+                verdict = "too much memory"
+                _send_signal(keeper, signal.SIGKILL)
+    if keeper:
+        _send_signal(keeper, signal.SIGKILL)
+
+
+def _send_signal(process: int, name: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, name)
+
+
+def _preload() -> None:
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    import memlab
+
+    for found in pkgutil.walk_packages(memlab.__path__, "memlab."):
+        if not found.name.endswith("__main__"):
+            with contextlib.suppress(Exception):  # a submission that needs it says what is wrong
+                importlib.import_module(found.name)
+    gc.collect()
+    gc.freeze()  # the forks share these pages as long as nobody writes to them
+
+
+def _read_status(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"signal {-code}" if code < 0 else f"signal {code - 128}" if code > 128 else f"exit {code}"
+
+
+# -- memory of a submission --------------------------------------------------------------------------------
+
+
+def _memory_below(root: int) -> int:
+    """Bytes that the processes below `root` hold for themselves; pages shared with the zygote count once."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                stat = (entry / "stat").read_text("utf-8", "replace")
+                parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    found, seen = [root], {root}
+    for process in found:
+        for child, parent in parents.items():
+            if parent == process and child not in seen:
+                seen.add(child)
+                found.append(child)
+    page = resource.getpagesize()
+    total = 0
+    for process in found:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            _, resident, shared = Path(f"/proc/{process}/statm").read_text("ascii").split()[:3]
+            total += (int(resident) - int(shared)) * page
+    # only where the cheap upper bound is high is the dear, exact number read
+    return total if total < 1 << 30 else _memory_of(found)
+
+
+def _memory_of(processes: list[int]) -> int:
+    """Proportional set size, in bytes."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in Path(f"/proc/{process}/smaps_rollup").read_text("ascii").splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) * 1024
+    return total
+
+
+# -- keeper, init, kernel ----------------------------------------------------------------------------------
+
+
+def _call(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    words = [None if word is None else word.encode() for word in (source, target, kind, data)]
+    _call(
+        _libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]),
+        f"mount {kind} on {target}",
+    )
+
+
+def _fork_keeper(control: socket.socket, order: dict[str, Any]) -> int:
+    """The parent of init: it waits for it, and passes interrupts on."""
+    keeper = os.fork()
+    if keeper:
+        return keeper
+    try:
+        control.close()
+        os.setsid()
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if order["namespaces"]:
+            _call(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID), "unshare")
+        init = os.fork()
+        if init == 0:
+            _init(order)
+        _wait_for(init)
+    except BaseException as error:
+        _die(error)
+
+
+def _wait_for(child: int) -> NoReturn:
+    """Ends as `child` ends, and reaps what lost its parent on the way."""
+    signal.signal(signal.SIGINT, lambda *_: _send_signal(child, signal.SIGINT))
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(128 - code if code < 0 else code)
+
+
+def _init(order: dict[str, Any]) -> NoReturn:
+    """Pid 1: makes the kernel's world, starts it, closes the door behind it, and waits."""
+    try:
+        if order["namespaces"]:
+            _make_world(order)
+        from_kernel, to_init = os.pipe()
+        from_init, to_kernel = os.pipe()
+        kernel = os.fork()
+        if kernel == 0:
+            os.close(from_kernel)
+            os.close(to_kernel)
+            _kernel(order, to_init, from_init)
+        os.close(to_init)
+        os.close(from_init)
+        os.read(from_kernel, 1)  # its sockets are bound
+        if order["namespaces"]:
+            flags = _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV
+            _mount(None, order["run"], None, flags)
+        _drop_privileges(order)
+        _libc.prctl(_PR_SET_DUMPABLE, 0)  # the kernel, of the same user, can't look into this process
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(to_kernel)
+        os.close(from_kernel)
+        _wait_for(kernel)
+    except BaseException as error:
+        _die(error)
+
+
+def _die(error: BaseException) -> NoReturn:
+    with contextlib.suppress(OSError):
+        os.write(2, f"memlab zygote: {type(error).__name__}: {error}\n".encode())
+    os._exit(125)
+
+
+def _make_world(order: dict[str, Any]) -> None:
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    owner = f"uid={order['uid']},gid={order['uid']}"
+    size = order["limits"]["folder"]
+    for folder, mode in (("/tmp", "1777"), ("/dev/shm", "1777"), (order["work"], "0700")):
+        _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},mode={mode},{owner}")
+    # of the folders of sockets this kernel sees its own alone
+    _mount(order["own_run"], order["run"], None, _MS_BIND)
+    _mount("tmpfs", order["all_runs"], "tmpfs", _MS_RDONLY, "size=4k,mode=0755")
+    os.chown(order["run"], order["uid"], order["uid"])
+
+
+def _drop_privileges(order: dict[str, Any]) -> None:
+    """Another user where there is one, no capability, and no way to get one back."""
+    if order["uid"] != os.getuid():
+        os.setgroups([])
+        os.setresgid(order["uid"], order["uid"], order["uid"])
+        for capability in range(64):
+            _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+        os.setresuid(order["uid"], order["uid"], order["uid"])
+    elif order["namespaces"]:
+        for capability in range(64):
+            _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    _libc.prctl(_PR_CAP_AMBIENT, _CLEAR_ALL, 0, 0, 0)
+    if order["namespaces"]:
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+        _call(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _call(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def _limit(limits: dict[str, int]) -> None:
+    for name in ("AS", "FSIZE", "NPROC", "CPU", "NOFILE", "CORE"):
+        if name in limits:
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limits[name], limits[name]))
+
+
+def _kernel(order: dict[str, Any], to_init: int, from_init: int) -> NoReturn:
+    """Becomes the kernel that runs the submission."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["work"])
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(quiet, number)
+    _drop_privileges(order)
+    _limit(order["limits"])
+    random.seed(0)  # the same numbers in every worker
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(0)
+    del sys.argv[1:]
+    sys.path[:] = ["", *(path for path in sys.path if path != str(Path(__file__).parent))]
+    sys.modules["__main__"].__dict__.pop("__file__", None)
+    from ipykernel.kernelapp import IPKernelApp
+
+    app: Any = IPKernelApp.instance()
+    app.initialize(
+        ["-f", order["connection"], "--HistoryManager.enabled=False", "--IPKernelApp.log_level=50"]
+    )
+    os.close(to_init)
+    os.read(from_init, 1)  # returns once the folder of the sockets is read-only
+    os.close(from_init)
+    gc.collect()
+    app.start()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
