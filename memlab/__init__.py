@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memlab.footprint import Footprint
     from memlab.footprint import footprint as compute
     from memlab.meter import Meter
+    from memlab.planner import plan
     from memlab.recipe import Recipe
     from memlab.report import compare, measure_step, trace_step
     from memlab.trace import Trace
@@ -33,13 +34,14 @@ _LAZY = {
     "compute": ("memlab.footprint", "footprint"),
     "device": ("memlab.virtual", "device"),
     "measure_step": ("memlab.report", "measure_step"),
+    "plan": ("memlab.planner", "plan"),
     "progress": ("memlab.exercises", "progress"),
     "trace_step": ("memlab.report", "trace_step"),
 }
 
 __all__ = [
     "Footprint", "Meter", "Recipe", "Trace", "VirtualGPU", "begin", "check", "compare", "compute",
-    "device", "measure_step", "progress", "trace_step",
+    "device", "measure_step", "plan", "progress", "trace_step",
 ]  # fmt: skip
 
 

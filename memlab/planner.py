@@ -318,7 +318,7 @@ FORMULA_RESIDUAL = 0.01
 ALLOCATOR_RESIDUAL = 0.015
 
 #: Ways listed of the least change of numerics, and of each further one.
-_WAYS, _MORE_WAYS = 10, 4
+_WAYS, _MORE_WAYS = 8, 4
 
 _BF16_ROUNDING = "weights and moments in bf16, rounded to 3 digits: small updates are lost"
 _8BIT = "optimizer states in 8 bits"
@@ -586,11 +586,12 @@ class _Rates:
 class _Family:
     """Recipes that differ in micro-batch (and accumulation) only."""
 
-    __slots__ = ("known", "most", "numerics", "rates", "recipe", "severity", "way")
+    __slots__ = ("dominated", "known", "most", "numerics", "rates", "recipe", "severity", "way")
 
     def __init__(self, recipe: Recipe, numerics: tuple[str, ...], severity: int, rates: _Rates) -> None:
         self.recipe, self.numerics, self.severity, self.rates = recipe, numerics, severity, rates
         self.way = _way(recipe)
+        self.dominated = False  # another family is cheaper and smaller at every micro-batch
         self.most: int | None = None  # the largest micro-batch that isn't hopeless; 0: none
         self.known: dict[int, _Bytes] = {}
 
@@ -679,6 +680,8 @@ class _Planner:
         self._walks: dict[Recipe, Walk] = {}
         self._works: dict[tuple[Any, ...], _Work] = {}
         self._shares: dict[int, list[int]] = {}
+        self._leaving: dict[tuple[Any, ...], int] = {}
+        self._blocks: int | None = None
 
     def _uneven(self) -> str:
         return (
@@ -740,13 +743,13 @@ class _Planner:
 
     # cost
 
-    def _work_of(self, recipe: Recipe) -> _Work:
+    def _work_of(self, recipe: Recipe, attention: str | None = None) -> _Work:
+        attention = attention or recipe.attention
         key = (
-            recipe.precision, recipe.attention, recipe.dropout, recipe.sequence, recipe.image,
-            recipe.tensor_parallel,
+            recipe.precision, attention, recipe.dropout, recipe.sequence, recipe.image, recipe.tensor_parallel,
         )  # fmt: skip
         if key not in self._works:
-            self._works[key] = _work(self.config, recipe)
+            self._works[key] = _work(self.config, recipe.replace(attention=attention))
         return self._works[key]
 
     def _rates(self, recipe: Recipe) -> _Rates:
@@ -760,7 +763,7 @@ class _Planner:
         launches = work.kernels * 3 + (work.block_kernels if r.checkpointing != "none" else 0)
         sample: dict[str, float] = {"compute": flops / (peak * a.mfu)}
         if self.transformer:
-            extra = 3 * (work.traffic - self._work_of(r.replace(attention="sdpa")).traffic)
+            extra = 3 * (work.traffic - self._work_of(r, "sdpa").traffic)
             if r.checkpointing == "selective":
                 extra += work.block_traffic
             sample["memory traffic"] = max(extra, 0) / card.bandwidth
@@ -850,12 +853,15 @@ class _Planner:
 
     def _moved(self, r: Recipe) -> int:
         """Bytes of one sample's activations that leave the card."""
-        micro = 1 if self.transformer else 2
-        plain = r.replace(
-            micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel, optimizer="sgd",
-            offload=("activations:cpu",),
-        )  # fmt: skip
-        return self._walk(plain).host.get("activations", 0) // micro
+        key = (r.precision, r.checkpointing, r.attention, r.sequence, r.image, r.tensor_parallel)
+        if key not in self._leaving:
+            micro = 1 if self.transformer else 2
+            plain = r.replace(
+                micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel, optimizer="sgd",
+                optimizer_impl="foreach", offload=("activations:cpu",),
+            )  # fmt: skip
+            self._leaving[key] = self._walk(plain).host.get("activations", 0) // micro
+        return self._leaving[key]
 
     def _outside(self, r: Recipe, host: Mapping[str, int]) -> tuple[int, int]:
         """(host, NVMe) bytes of one machine."""
@@ -893,13 +899,16 @@ class _Planner:
         return found
 
     def _block_weights(self, recipe: Recipe) -> int:
-        sizes: dict[str, int] = {}
-        for spec in self.config.parameters():
-            parts = spec.name.split(".")
-            if parts[0] in ("blocks", "stages"):
-                name = ".".join(parts[: 2 if parts[0] == "blocks" else 3])
-                sizes[name] = sizes.get(name, 0) + spec.count
-        return max(sizes.values(), default=0) // recipe.tensor_parallel * DTYPE_BYTES[recipe.compute_dtype]
+        """Bytes of the largest block's weights as they are gathered."""
+        if self._blocks is None:
+            sizes: dict[str, int] = {}
+            for spec in self.config.parameters():
+                parts = spec.name.split(".")
+                if parts[0] in ("blocks", "stages"):
+                    name = ".".join(parts[: 2 if parts[0] == "blocks" else 3])
+                    sizes[name] = sizes.get(name, 0) + spec.count
+            self._blocks = max(sizes.values(), default=0)
+        return self._blocks // recipe.tensor_parallel * DTYPE_BYTES[recipe.compute_dtype]
 
     def _state(self, recipe: Recipe, found: _Bytes) -> str:
         """'fits', 'tight' or 'no'."""
@@ -931,9 +940,16 @@ class _Planner:
         return family.recipe.replace(micro_batch=micro, accumulation=share // micro)
 
     def _families(self) -> Iterator[_Family]:
+        scores = self._options("attention", ("sdpa",))
         for recipe in self._recipes():
             numerics, severity = self._numerics(recipe)
-            yield _Family(recipe, numerics, severity, self._rates(recipe))
+            family = _Family(recipe, numerics, severity, self._rates(recipe))
+            impls = self._options("optimizer_impl", _impls(recipe.optimizer))
+            # Stored scores are slower and larger than none; so are more passes of the update.
+            family.dominated = (recipe.attention == "eager" and len({*scores} - {"eager"}) > 0) or (
+                recipe.optimizer_impl != "fused" and "fused" in impls
+            )
+            yield family
 
     def _options(self, name: str, values: Sequence[Any]) -> tuple[Any, ...]:
         return self.allow.get(name, tuple(values))
@@ -962,6 +978,8 @@ class _Planner:
                         for impl in ("fused",) if offloaded else impls:
                             for kept in checkpointing:
                                 for scores in attention:
+                                    if "activations:cpu" in offload and scores == "eager":
+                                        continue
                                     try:
                                         yield start.replace(
                                             optimizer=optimizer, optimizer_impl=impl, precision=precision,
@@ -1055,20 +1073,28 @@ class _Planner:
         ways: set[tuple[Any, ...]] = set()
         count = at = 0
         least: int | None = None
-        for severity, _, _, i, b in ranked:
+        first: float | None = None  # seconds of the cheapest that fits
+        spared = False  # it needs no offload
+        for severity, seconds, _, i, b in ranked:
             if severity != at:
                 at, count = severity, 0
-            if count >= (_WAYS if least in (None, severity) else _MORE_WAYS):
+                if least is None:
+                    found.tight, found.before = [], None
+            other = least not in (None, severity)
+            if count >= (_MORE_WAYS if other else _WAYS):
                 continue
             family = families[i]
-            if (family.way in ways and least is not None) or family.most == 0:
+            if family.dominated or family.most == 0 or (family.way in ways and least is not None):
+                continue
+            # Another training is offered to save time or to spare an offload, not beside it.
+            if other and (family.recipe.offload or (spared and first is not None and seconds > first)):
                 continue
             if family.most is None:
                 self._bound_family(family)
             state = "no" if b > family.most else self._judge(family, b)  # type: ignore[operator]
             if state == "fits":
                 if least is None:
-                    least = severity
+                    least, first, spared = severity, seconds, not family.recipe.offload
                 ways.add(family.way)
                 count += 1
                 (found.candidates if severity == least else found.alternatives).append((family, b))
@@ -1089,8 +1115,7 @@ class _Planner:
 
     def _bound_family(self, family: _Family) -> None:
         """The largest micro-batch that isn't hopeless: peaks grow with it."""
-        update = self._updating(family.recipe).peaks["optimizer"]
-        if sum(update.values()) * (1 - FORMULA_RESIDUAL) - self._floor_less(family.recipe) > self.usable:
+        if self._least(family.recipe) > self.usable:
             family.most = 0
             return
         sizes = self._micro_batches(family.recipe)
@@ -1102,11 +1127,19 @@ class _Planner:
             low, high = (low, middle) if self._judge(family, sizes[middle]) == "no" else (middle, high)
         family.most = sizes[low] if high else 0
 
-    def _floor_less(self, recipe: Recipe) -> int:
-        """What engine terms may take off an update's bytes."""
-        if recipe.zero_stage < 2:
-            return 0
-        return sum(self._counts(recipe)) * 4 if recipe.zero_stage == 2 else self._values(recipe) * 8
+    def _least(self, recipe: Recipe) -> int:
+        """Bytes that no micro-batch gets below: what one GPU keeps when the update begins."""
+        whole = sum(self._counts(recipe))
+        shard = whole // recipe.data_parallel
+        each = 0 if recipe.offloaded("optimizer_states") else (
+            sum(t.bytes for t in recipe.state_tensors((2**20,))) / 2**20
+        )  # fmt: skip
+        kept = each * (shard if recipe.zero_stage >= 1 else whole)
+        if not recipe.offloaded("parameters"):
+            kept += DTYPE_BYTES[recipe.parameter_dtype] * (shard if recipe.zero_stage >= 2 else whole)
+        if not recipe.offloaded("gradients") and not recipe.offloaded("parameters"):
+            kept += DTYPE_BYTES[recipe.gradient_dtype] * (shard if recipe.zero_stage >= 2 else whole)
+        return int(kept)
 
     def _nearest(self, families: Sequence[_Family]) -> Candidate | None:
         """Where nothing fits: the smallest peak among those that could be smallest."""
@@ -1175,6 +1208,11 @@ class _Planner:
         after = self.bytes(chosen)
         price = self._price(now, chosen)
         what = _difference(now, chosen)
+        faster = self.cost(chosen).total < self.cost(now).total
+        grown = after.peak - before.peak
+        if faster and name[0] in "25" and (self.fits(chosen) or not fitted):
+            moved = f"{format_gb(abs(grown))} {'more' if grown > 0 else 'less'}"
+            return self._stepped(name, chosen, True, f"{what}: faster, and {moved}", price)
         if fitted:
             left = self.usable - before.peak
             return self._stepped(
@@ -1481,7 +1519,9 @@ def _flops(value: int) -> str:
 
 def _brief(recipe: Recipe) -> str:
     """A recipe in one short line."""
-    parts = [recipe.precision, f"{recipe.optimizer}/{recipe.optimizer_impl}"]
+    name = "" if recipe.optimizer == "adamw" else recipe.optimizer
+    impl = recipe.optimizer_impl if len(_impls(recipe.optimizer)) > 1 else ""
+    parts = [recipe.precision, " ".join(filter(None, (name, impl)))]
     parts.append(f"{recipe.micro_batch} x {recipe.accumulation}")
     if recipe.attention == "eager":
         parts.append("eager")
@@ -1494,16 +1534,17 @@ def _brief(recipe: Recipe) -> str:
     if getattr(recipe, "lora_rank", None):
         parts.append(f"LoRA r{recipe.lora_rank} {getattr(recipe, 'base_weights', '')}".rstrip())  # type: ignore[attr-defined]
     if recipe.offload:
-        parts.append("offload " + " ".join(_SHORT.get(i, i) for i in recipe.offload))
+        places: dict[str, list[str]] = {}
+        for item in recipe.offload:
+            what, _, where = item.partition(":")
+            places.setdefault(where, []).append(_SHORT[what])
+        parts += [f"{' '.join(names)} to {where}" for where, names in places.items()]
     return ", ".join(parts)
 
 
 _SHORT = {
-    f"{what}:{where}": f"{short}:{where}"
-    for what, short in (
-        ("optimizer_states", "opt"), ("gradients", "grad"), ("parameters", "param"), ("activations", "act"),
-    )
-    for where in ("cpu", "nvme")
+    "optimizer_states": "states", "gradients": "gradients", "parameters": "weights",
+    "activations": "activations",
 }  # fmt: skip
 
 
@@ -1557,17 +1598,17 @@ def _page(plan: Plan, width: int) -> list[str]:
             )  # fmt: skip
     if plan.candidates:
         lines += ["", _rank_row("ways that fit, cheapest first", "peak GB", "left GB", "a batch", width)]
-        lines += [_ranked(c, width) for c in plan.candidates]
+        lines += [line for c in plan.candidates for line in _ranked(c, width)]
     if plan.alternatives:
         lines += ["", _rank_row("ways that also change training", "peak GB", "left GB", "a batch", width)]
         for c in plan.alternatives:
-            lines += [_ranked(c, width), *wrapped("; ".join(c.numerics), "      ")]
+            lines += [*_ranked(c, width), *wrapped("; ".join(c.numerics), "      ")]
     if plan.tight:
         lines += [
             "",
             _rank_row("cheaper, too close for a closed form: trace", "peak GB", "left GB", "a batch", width),
         ]
-        lines += [_ranked(c, width) for c in plan.tight]
+        lines += [line for c in plan.tight for line in _ranked(c, width)]
     lines.append("")
     whose = "with the best recipe" if plan.best else "with the starting recipe"
     longest = f", longest sequence {plan.longest_sequence:,}" if plan.start.sequence else ""
@@ -1593,11 +1634,10 @@ def _rank_row(what: str, peak: str, left: str, seconds: str, width: int) -> str:
     return f"{what:<{width - 30}}{peak:>10}{left:>10}{seconds:>10}"
 
 
-def _ranked(candidate: Candidate, width: int) -> str:
-    what = "  " + _brief(candidate.recipe)
-    room = width - 31
-    if len(what) > room:
-        what = what[: room - 3] + "..."
-    return _rank_row(
-        what, f"{candidate.peak_bytes / GB:.2f}", f"{candidate.margin_bytes / GB:.2f}", _seconds(candidate.seconds), width
-    )  # fmt: skip
+def _ranked(candidate: Candidate, width: int) -> list[str]:
+    import textwrap
+
+    first, *rest = textwrap.wrap(_brief(candidate.recipe), width - 33, break_on_hyphens=False)
+    numbers = f"{candidate.peak_bytes / GB:.2f}", f"{candidate.margin_bytes / GB:.2f}"
+    row = _rank_row("  " + first, *numbers, _seconds(candidate.seconds), width)
+    return [row, *("      " + more for more in rest)]
