@@ -116,7 +116,7 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
     peak_x = max(trace.peak_event - first, 0)
     near = budget is not None and budget <= 3 * peak
     height = max(peak, budget if budget is not None and near else 0)
-    scale, unit = _unit(height)
+    scale, unit = _unit(min(peak, budget) if budget is not None and near else peak)
 
     with _figure(7, 4) as figure:
         ax = figure.subplots()
@@ -154,7 +154,7 @@ def timeline(trace: Trace, budget: int | None = None, title: str | None = None) 
         _finish(ax, heading, "allocations and frees of the step, in order", f"live tensors ({unit})")
         ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         ax.grid(axis="y")
-        _legend(figure)
+        _legend(figure, _drawn(trace))
         told = f"At the peak, in {where}: {_listed(at_peak)}.{limit}"
         figure.memlab_alt = f"{heading}. Live memory of one step, stacked by consumer. {told}"
     return figure
@@ -196,7 +196,7 @@ def timelines(traces: Mapping[str, Trace], title: str) -> Figure:
         axes[0].set_ylim(bottom=0)
         axes[len(axes) // 2].set_xlabel("allocations and frees of the step, in order")
         _finish(axes[0], title, None, f"live tensors ({unit})")
-        _legend(figure)
+        _legend(figure, _drawn(*traces.values()))
         figure.memlab_alt = f"{title}. Live memory of one step each, stacked by consumer. {' '.join(told)}"
     return figure
 
@@ -220,7 +220,7 @@ def consumers(
     largest = max(totals.values())
     off_scale = capacity is not None and capacity > 6 * largest
     extent = largest if capacity is None or off_scale else max(largest, capacity)
-    scale, unit = _unit(extent)
+    scale, unit = _unit(extent if capacity is None or off_scale else min(extent, capacity))
 
     with _figure(7, max(2.2, 1.25 + 0.52 * len(rows))) as figure:
         ax = figure.subplots()
@@ -677,6 +677,12 @@ def _finish(ax: Axes, heading: str, x: str | None, y: str | None) -> None:
         ax.set_xlabel(x)
     if y:
         ax.set_ylabel(y)
+
+
+def _drawn(*traces: Trace) -> list[str]:
+    """The consumers that hold something in one of the traces: plain SGD has no optimizer states to name."""
+    peaks = [trace.consumer_peaks() for trace in traces]
+    return [name for name in units.CONSUMERS if any(peak[name] for peak in peaks)]
 
 
 def _legend(figure: Figure, names: Sequence[str] = units.CONSUMERS) -> None:

@@ -601,14 +601,16 @@ def in_segments(every):
 
 
 without, with_8 = training_step(plain), training_step(in_segments(8))
-lines = {}
+lines, peaks = {}, []
 for label, trace in (("plain", without), ("8 segments of 8", with_8)):
     line = trace.timeline(600)
-    lines[label] = (list(line.events), list(line.total))
+    shown = [(event - trace.before, held) for event, held in zip(line.events, line.total, strict=True) if event >= trace.before]
+    lines[label] = tuple(zip(*shown, strict=True))  # without the weights and the batch, which were there before
+    peaks.append((trace.peak_event - trace.before, trace.peak_bytes, format_bytes(trace.peak_bytes)))
 plots.curves(
     lines, f"Eight hills for one mountain: {format_bytes(without.peak_bytes)} become {format_bytes(with_8.peak_bytes)}",
     "allocations and frees of the step, in order", "live tensors", in_bytes=True, steps=True, budget=budget,
-    notes=[(trace.peak_event, trace.peak_bytes, format_bytes(trace.peak_bytes)) for trace in (without, with_8)],
+    notes=peaks,
 )  # fmt: skip
 
 # %% [markdown] id="over-time-read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ def test_each_row_belongs_to_a_chapter_and_says_what_is_right() -> None:
     for row in claims().values():
         assert row["notebook"][:3] in {f"0{n}_" for n in range(1, 8)}
         assert row["verdict"] and row["right_statement"] and row["claim"]
+        # A reader of the table doesn't see the rows' ids.
+        assert not re.search(r"\b(C\d|S)-\d\d", row["claim"] + row["right_statement"]), row["id"]
 
 
 def test_an_unknown_row_is_named() -> None:
