@@ -653,8 +653,8 @@ def _traffic_view(now: Choices, before: Choices | None = None) -> View:
     note = (
         f"Sent by one of {ranks} ranks for one micro-batch, forward and backward, 16 bit; {link.name} "
         f"has {link.bandwidth / units.GB:,.0f} GB/s. Tensor parallel and ZeRO-3 send the same at {even:,} "
-        f"tokens, for each token trained at {even // ranks:,}: tensor parallel ranks share a micro-batch, the others "
-        "have one each."
+        f"tokens, for each token trained at {even // ranks:,}: tensor parallel ranks share a micro-batch, "
+        "the others have one each."
     )
     if before is not None:
         changes = ", ".join(f"{before[key]} → {now[key]}" for key in now if now[key] != before[key])
