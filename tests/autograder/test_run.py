@@ -98,6 +98,22 @@ def test_parameters_reach_the_chapter(troubled: tuple[Path, list[run.Result]]) -
     assert [(h["name"], h["value"]) for h in results[0].headlines] == [("seed", 7), ("size", "smallest")]
 
 
+def test_a_chapter_runs_on_a_virtual_card(tmp_path: Path) -> None:
+    """The same notebook: bytes are measured on a T4 that isn't there, values are computed on the CPU."""
+    results = run.run(
+        select(REPO, ["4"]), tmp_path, run.Options(device="virtual:T4", size="smallest", jobs=1)
+    )
+    assert [(result.status, result.errors) for result in results] == [("ok", [])]
+    said = {
+        cell.id: "".join(output.get("text", "") for output in cell.outputs)
+        for cell in nbformat.read(tmp_path / "04_wide.ipynb", 4).cells
+        if cell.cell_type == "code"
+    }
+    assert said["begin"].startswith("04_wide on a virtual T4, values on ")
+    assert "values of attention: the tensors of a virtual T4 hold no values" in said["naive-run"]
+    assert "on a virtual T4 no kernel runs" in said["fused-run"]
+
+
 def test_memory_of_child_processes_counts(troubled: tuple[Path, list[run.Result]]) -> None:
     """200 MiB held by a child are in the peak; the chapter that holds nothing is the negative control."""
     _, results = troubled
