@@ -56,8 +56,8 @@ class Op:
 
     `slices`: the gradients are views of the incoming one (concatenation).
     `params`: (name, values) of its weights; it gives them gradients in `param_dtype` if it `trains`. `casts`:
-    autocast's 16-bit copies. `packs`: it saves a tensor, one of `saves` or a weight. `linear`: what
-    `selective` checkpointing keeps.
+    autocast's 16-bit copies, kept for the next use; `copies`: those of frozen weights, made anew. `packs`: it
+    saves a tensor, one of `saves` or a weight. `linear`: what `selective` checkpointing keeps.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Op:
     params: list[tuple[str, int]] = field(default_factory=list)
     param_dtype: str = "fp32"
     casts: list[Store] = field(default_factory=list)
+    copies: list[Store] = field(default_factory=list)
     linear: bool = False
     trains: bool = True
     packs: bool = False
@@ -140,7 +141,7 @@ class Tape:
         for one in kept:
             one.saved = True
             one.why = one.why or why or f"{name}: its backward needs it"
-        made = [*([] if inplace else [store]), *extra, *rest.pop("made", [])]
+        made = [*([] if inplace else [store]), *extra]
         grads = rest.pop("grads", [x for x in ins if x.needs])
         rest["packs"] = bool(kept) or (rest.get("packs", False) and out.needs)
         self.ops.append(
@@ -190,11 +191,14 @@ class Tape:
     def linear(self, x: Value, out: int, name: str, bias: bool = True) -> Value:
         layer = f"{self.where}{name}".removeprefix("blocks.*.")
         if not self.frozen or layer in ("head", "embed.token"):
-            return self._linear(self.autocast(x, name), out, name, bias)
+            y = self._linear(self.autocast(x, name), out, name, bias)
+            self.keep(x)  # the layer's argument
+            return y
         if self.recipe.quantized:
             y = self._nf4(x, out, name, bias)
         else:
             y = self._linear(self.autocast(x, name), out, name, bias)
+            self.keep(x)
         if not self.recipe.adapts(layer):
             return y
         # peft's lora.Linear casts the sum, its Linear4bit the adapter's part (and nothing under autocast)
@@ -202,7 +206,7 @@ class Tape:
         if quantized:
             y = self.copy(y, f"{name} output cloned")
             cast = x.dtype if self.recipe.autocast else cast
-        x = self.cast(x, cast, f"{name} input in {cast}")
+        entry, x = x, self.cast(x, cast, f"{name} input in {cast}")
         z = x
         assert self.recipe.lora_rank is not None
         for part, width in ((f"{name}.lora_A", self.recipe.lora_rank), (f"{name}.lora_B", out)):
@@ -212,7 +216,7 @@ class Tape:
             z = self.cast(z, kind, f"{name} adapter in {kind}")
         y = self.add(y, z, f"{name} adapted")
         y = y if quantized else self.cast(y, kind, f"{name} adapted in {kind}")
-        self.keep(x)
+        self.keep(entry, x)  # arguments and variables, until the layer is done
         return y
 
     def _linear(self, x: Value, out: int, name: str, bias: bool, **more: Any) -> Value:
@@ -223,9 +227,9 @@ class Tape:
 
     def _nf4(self, x: Value, out: int, name: str, bias: bool) -> Value:
         """Linear4bit: the weight is whole for the product, in backward again, and nothing is saved for it."""
-        kind, values = x.dtype, out * x.shape[-1]
+        kind, values, held = x.dtype, out * x.shape[-1], [x]
         x = self.cast(x, self.compute, f"{name} input in {self.compute}")
-        held = [x]
+        held.append(x)
         if bias and self.compute != self.stored:
             held.append(self.op(f"{name}.bias in {self.compute}", [], (out,), self.compute))
         whole = values * DTYPE_BYTES[self.compute]
@@ -254,7 +258,7 @@ class Tape:
             copies[0].why = f"{name}: the gradient of its input needs the weight that was used"
             kept.append(copies[0])
         if not trains:  # autocast keeps copies of trained weights only for the next use
-            rest["made"], rest["casts"] = copies, []
+            rest["copies"], rest["casts"] = copies, []
         return self.op(
             f"{name} output", [x], shape, x.dtype, saves=kept, packs=True,
             why=f"{name}: the gradient of its weight needs its input", **rest,
@@ -581,7 +585,9 @@ class Program:
         if q.dtype != "fp32":
             angles = [tape.store(f"{angle.name} in {q.dtype}", angle.shape, q.dtype) for angle in angles]
             tape.make(angles, "rotary angles")
+        straight = (q, k)
         q, k = self._rotate(q, angles, "queries"), self._rotate(k, angles, "keys")
+        tape.keep(*straight)
         y = tape.linear(tape.attention(q, k, v, self.heads, self.mask), c.hidden, "attn.out", bias=False)
         tape.keep(entry, q, k, v)
         block = x

@@ -134,7 +134,7 @@ class Walk:
         turns = min(self.recipe.accumulation, 2)  # the third micro-batch is like the second
         variables = self.program.variables
         for turn in range(turns):
-            self._forward(stale=sum(v.bytes for v in variables) if turn else 0)
+            self._forward(stale=[v.bytes for v in variables] if turn else [])
             self._backward()
             self.have_gradients = True
             if turn < turns - 1:
@@ -173,9 +173,9 @@ class Walk:
 
     # forward
 
-    def _forward(self, stale: int) -> None:
+    def _forward(self, stale: list[int]) -> None:
         """`stale`: the last micro-batch's logits and loss, which variables hold until they're replaced."""
-        self.take("activations", stale)
+        self.take("activations", sum(stale))
         self._begin("forward")
         self.root = sum(self._weights(unit) for unit in self.program.units if unit.label not in _STREAMED)
         self.take("temporaries", self.root)
@@ -187,7 +187,7 @@ class Walk:
             self.hold(store, "activations" if kept else "temporaries")
         for i, unit in enumerate(self.program.units):
             if unit.label == "loss":
-                self.give("activations", stale)
+                self.give("activations", sum(stale[:1]))
                 for store in self.program.shared:  # the model's own variables
                     self.release(store)
             window = self._window(unit)
@@ -212,7 +212,9 @@ class Walk:
             self.cached_extra += copies
             self.give("temporaries", window)
         self._end_autocast()
+        self.give("activations", sum(stale[1:2]))
         self.now = "the loss's own gradient, 1"
+        old_share = sum(stale[2:])
         self.give("temporaries", self.leaf)  # the last micro-batch's graph went with the variables
         if self.leaf and self.program.leaf is not None:
             self.give("activations", self.program.leaf.bytes)
@@ -221,6 +223,8 @@ class Walk:
             store.refs = 1
             store.why = store.why or "the script's variable"
             self.hold(store, "activations")
+            self.give("activations", old_share)
+            old_share = 0
         self._list_saved()
 
     def _run(self, unit: Unit, i: int, again: bool = False) -> None:
@@ -235,6 +239,8 @@ class Walk:
             # what the operations left out would have read is in the model's variables until it stops
             made = {id(store) for op in ops[:last] for store in op.made}
             waiting = [x.store for op in ops[last + 1 :] for x in op.ins if id(x.store) in made]
+            if self.recipe.checkpointing == "selective":
+                self.left += [store for op in ops[last + 1 :] if op.linear for store in op.made]
             ops = ops[: last + 1]
             for store in waiting:
                 store.refs += 1
@@ -262,8 +268,9 @@ class Walk:
             made_now = [] if again and kept else op.made
             if op is stop and not op.computes:  # recomputation stops as its last saved tensor is there
                 made_now = [store for store in made_now if store in op.saves]
+            made_now = [*op.copies, *made_now]
             for store in made_now:
-                stays = kept or id(store) in stay or store is leaf
+                stays = (kept and store not in op.copies) or id(store) in stay or store is leaf
                 if store is unit.exit.store and not again:
                     stays = stays or store.saved or follows
                 self.hold(store, "activations" if stays else "temporaries")
@@ -308,7 +315,7 @@ class Walk:
         seen: set[int] = set()
         for unit, moved in zip(self.program.units, self.moved, strict=True):
             for op in () if moved else unit.ops:
-                for store in (*op.made, *op.casts):
+                for store in (*op.made, *op.casts, *op.copies):
                     if store.refs > 0 and id(store) not in seen:
                         seen.add(id(store))
                         self.saved.append((store, unit.times))
