@@ -1,4 +1,4 @@
-"""The command line: `memlab footprint | trace | compare | gpus | models`.
+"""The command line: `memlab footprint | trace | compare | oom | snapshot | gpus | models`.
 
 Each command imports what it needs when it runs: `memlab footprint` answers without torch. Every field of
 `Recipe` is a flag of the commands that train; `--recipe FILE.toml` gives several at once, and flags win over
@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,29 +23,73 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memlab import __version__
+from memlab import recipe as recipes
 from memlab.recipe import Recipe
 from memlab.units import format_bytes, format_gb
 
 if TYPE_CHECKING:
     from memlab.hardware import GPU
     from memlab.models import ConvConfig, TransformerConfig
+    from memlab.snapshot import SnapshotSummary
 
 app = typer.Typer(
     name="memlab",
     help="Why training runs out of GPU memory: computed, traced and measured.",
-    add_completion=False,
     # Plain text: importing rich would take longer than answering.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
+
+def _complete_models(incomplete: str) -> list[str]:
+    from memlab.models import MODELS
+
+    return [name for name in MODELS if name.startswith(incomplete.lower())]
+
+
+def _complete_cards(incomplete: str) -> list[str]:
+    from memlab.hardware import GPUS
+
+    return [name for name in GPUS if name.lower().startswith(incomplete.lower())]
+
+
+def _complete_field(name: str) -> Callable[[str], list[str]]:
+    """Completes the values of a field of Recipe."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [value for value in _values(name) if value.startswith(incomplete)]
+
+    return complete
+
+
+def _values(name: str) -> list[str]:
+    if name == "offload":
+        return [f"{what}:{where}" for what in recipes.OFFLOAD_WHAT for where in recipes.OFFLOAD_WHERE]
+    known: dict[str, Iterable[str]] = {
+        "precision": recipes.PRECISIONS,
+        "optimizer": recipes.OPTIMIZERS,
+        "optimizer_impl": recipes.OPTIMIZER_IMPLS,
+        "checkpointing": ("none", "full", "every-2", "every-4", "selective"),
+        "attention": recipes.ATTENTION,
+        "zero_stage": ("0", "1", "2", "3"),
+        "base_weights": recipes.BASE_WEIGHTS,
+        "lora_targets": recipes.LORA_TARGETS,
+    }
+    return list(known.get(name, ()))
+
+
 Model = Annotated[
     str,
     typer.Argument(
-        help="a name from `memlab models`, or the path of a Hugging Face config.json", metavar="MODEL"
+        help="a name from `memlab models`, or the path of a Hugging Face config.json",
+        metavar="MODEL",
+        autocompletion=_complete_models,
     ),
 ]
-Card = Annotated[str | None, typer.Option("--gpu", help="a name from `memlab gpus`", metavar="CARD")]
+Card = Annotated[
+    str | None,
+    typer.Option("--gpu", help="a name from `memlab gpus`", metavar="CARD", autocompletion=_complete_cards),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, sizes as integers in bytes")]
 
 # A field's type as it is written -> the option's type and what stands for its value in the help.
@@ -68,7 +112,12 @@ def _recipe_options() -> list[inspect.Parameter]:
         help_text = field.metadata["help"]
         if field.default not in ("", None, ()):
             help_text += f" [{str(field.default).lower()}]"
-        option = typer.Option(help=help_text, metavar=metavar, show_default=False)
+        option = typer.Option(
+            help=help_text,
+            metavar=metavar,
+            show_default=False,
+            autocompletion=_complete_field(field.name) if _values(field.name) else None,
+        )
         annotation = Annotated[kind, option]  # type: ignore[valid-type]  # made at run time
         options.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -219,8 +268,151 @@ def compare(
 
 
 @app.command()
+@_with_recipe
+def oom(
+    recipe: Recipe,
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            help="a log, a pasted message or a snapshot pickle; standard input without it or with -",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="name the tensor of this model's step that was asked for; the options below say which",
+            metavar="MODEL",
+            show_default=False,
+            autocompletion=_complete_models,
+        ),
+    ] = None,
+    gpu: Card = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(help="a snapshot of the same failure, to decide", metavar="FILE", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain an out-of-memory message, or a log with some.
+
+    Example:
+
+    memlab oom train.log --model gpt2 --micro-batch 32
+    """
+    card = _card(gpu)
+    if model is None and recipe != Recipe():
+        raise ValueError("options that describe a step need --model: what was trained?")
+    chosen = _resolve(model, recipe, card) if model is not None else None
+    from memlab.oom import Reports, name_tensors, read
+
+    if file not in (None, "-") and _is_snapshot(Path(str(file))):
+        found = Reports(snapshot=_summary(Path(str(file)), None))
+    elif file in (None, "-"):
+        if sys.stdin.isatty():
+            print("memlab: paste the message or log here, then press Ctrl-D", file=sys.stderr)
+        found = read(sys.stdin.buffer)
+    else:
+        found = read(Path(str(file)))
+    if snapshot is not None:
+        found.snapshot = _summary(snapshot, None)
+    if chosen is not None:
+        name_tensors(found, *chosen)
+    for report in found:
+        if card and report.total and abs(report.total - card.memory_bytes) > card.memory_bytes // 50:
+            sizes = f"{format_bytes(report.total)}, {card.name} {format_bytes(card.memory_bytes)}"
+            report.note = f"{report.note} The message's card has {sizes}: another card?".strip()
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        _print(found)
+
+
+def _is_snapshot(file: Path) -> bool:
+    """A pickle or a saved trace, by its first bytes; a text log is neither, even if compressed."""
+    with file.open("rb") as opened:
+        head = opened.read(2)
+    if head == b"\x1f\x8b":
+        import gzip
+        import zlib
+
+        try:
+            with gzip.open(file) as packed:
+                return packed.read(30).startswith(b'{"format":"memlab.trace')
+        except (OSError, EOFError, zlib.error):
+            return False
+    return head[:1] == b"\x80"
+
+
+def _summary(file: Path, at: str | None) -> SnapshotSummary:
+    from memlab.snapshot import read_snapshot, summarise, summarise_trace, trace_of
+
+    with file.open("rb") as opened:
+        head = opened.read(2)
+    if head == b"\x1f\x8b":
+        from memlab.trace import Trace
+
+        return summarise_trace(Trace.load(file), at_peak=at != "end")
+    data = read_snapshot(file)
+    return summarise_trace(trace_of(data)) if at == "peak" else summarise(data)
+
+
+@app.command()
+def snapshot(
+    file: Annotated[
+        Path, typer.Argument(help="a snapshot of PyTorch's, or a trace that memlab saved", metavar="FILE")
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option(help="write the viewer, one page that opens offline", metavar="OUT", show_default=False),
+    ] = None,
+    top: Annotated[int | None, typer.Option(help="rows of the live list [12]", metavar="N", min=0)] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            help="peak or end; a trace is shown at its peak, a snapshot of PyTorch's at its end",
+            metavar="MOMENT",
+            show_default=False,
+            autocompletion=lambda incomplete: [w for w in ("peak", "end") if w.startswith(incomplete)],
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is alive in a memory snapshot, by size.
+
+    Example:
+
+    memlab snapshot dump.pickle --top 20 --html memory.html
+    """
+    if at not in (None, "peak", "end"):
+        raise ValueError(f"--at {at}: choose peak or end")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ValueError(f"{html}: there is no such folder to write to")
+    summary = _summary(file, at)
+    if html is not None:
+        from memlab.allocator import replay
+        from memlab.snapshot import read_snapshot, trace_of
+        from memlab.trace import Trace
+        from memlab.viewer import write_viewer
+
+        saved = _is_snapshot(file) and file.read_bytes()[:2] == b"\x1f\x8b"
+        shown = Trace.load(file) if saved else trace_of(read_snapshot(file))
+        write_viewer(shown, html, replay(shown.events, shown.sizes, marks=shown.marks), title=file.name)
+    if as_json:
+        _print_json(summary.to_dict(top))
+    else:
+        _print(summary.render(12 if top is None else top))
+        if html is not None:
+            _print(f"\nviewer written to {html}")
+
+
+@app.command()
 def gpus(
-    name: Annotated[str | None, typer.Argument(help="one card, with its sources", metavar="CARD")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="one card, with its sources", metavar="CARD", autocompletion=_complete_cards),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List cards and links, or all facts of one card.
@@ -285,7 +477,10 @@ def _row(key: str, text: str) -> str:
 
 @app.command()
 def models(
-    name: Annotated[str | None, typer.Argument(help="one model, or a config.json", metavar="MODEL")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="one model, or a config.json", metavar="MODEL", autocompletion=_complete_models),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List models and their sizes, or the shape of one.

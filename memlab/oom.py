@@ -55,6 +55,7 @@ from memlab.units import GIB, KIB, MIB, TIB, format_bytes
 if TYPE_CHECKING:
     from memlab.models import ConvConfig, TransformerConfig
     from memlab.recipe import Recipe
+    from memlab.snapshot import SnapshotSummary
 
 FORMS = (
     "thc", "cuda_no_sizes", "cached", "reserved", "reserved_hint", "process", "process_pools",
@@ -258,7 +259,7 @@ class Reports:
     reports: list[Report] = field(default_factory=list)
     unread: int = 0
     not_memory: str = ""  # a CUDA error that isn't about memory
-    snapshot: Any = None
+    snapshot: SnapshotSummary | None = None
 
     def __iter__(self) -> Iterator[Report]:
         return iter(self.reports)
@@ -293,6 +294,8 @@ class Reports:
         }
         if self.snapshot is not None:
             data["snapshot"] = self.snapshot.to_dict()
+            if self.reports:
+                data["verdict"] = verdict(self.first, self.snapshot) or None
         return data
 
     def __str__(self) -> str:
@@ -312,6 +315,8 @@ class Reports:
             parts.append(f"and {self.unread} behind the first {MOST_REPORTS}, which weren't read")
         if self.snapshot is not None:
             parts.append(str(self.snapshot))
+            if self.reports and (text := verdict(self.first, self.snapshot)):
+                parts.append("\n".join(wrap(text, 80)))
         return "\n\n".join(parts)
 
 
@@ -1242,7 +1247,7 @@ def request_range(report: Report) -> tuple[int, int] | None:
     number, _, unit = text.partition(" ")
     half = _UNITS[unit] / 2 / 10 ** len(number.partition(".")[2]) if "." in number else 0
     low, high = int(report.requested - half), int(report.requested + half) + 1
-    if report.backend not in ("cuda", "hip", "xpu") or report.form == "malloc_async":
+    if report.backend not in _ROUNDED or report.form == "malloc_async":
         return (low, high) if half else (report.requested, report.requested)
     step = 2 * MIB
     if report.requested <= step:
@@ -1253,40 +1258,63 @@ def request_range(report: Report) -> tuple[int, int] | None:
 
 
 def name_tensors(
-    report: Report, config: TransformerConfig | ConvConfig, recipe: Recipe, limit: int = 8
-) -> list[Match]:
-    """The tensors of the recipe's step whose request prints as the message's: fills `matches` and `note`."""
-    span = request_range(report)
-    if span is None:
-        report.note = "the message has no size: no tensor can be named"
-        return []
-    low, high = span
-    if report.requested is not None and high == MIB:
-        report.note = (
-            f"{config.name}: a request printed as {_b(report.requested)} is any tensor of up to 1 MiB: "
-            "the card was full to the brim, and which tensor came last says little"
-        )
-        return []
+    reports: Reports, config: TransformerConfig | ConvConfig, recipe: Recipe, limit: int = 8
+) -> None:
+    """Fills `matches` and `note` of each report: the tensors of the recipe's step with the request's size."""
     tensors = _tensors(config, recipe)
-    rounding = AllocatorConfig()
+    for report in reports:
+        _name(report, config.name, tensors, limit)
+
+
+def _name(report: Report, model: str, tensors: list[Match], limit: int) -> None:
+    span = request_range(report)
+    if span is None or report.requested is None:
+        report.note = f"{model}: the message has no size, so no tensor can be named"
+        return
+    low, high = span
     printed = report.printed.get("requested", "")
+    if high == MIB:
+        report.note = (
+            f"{model}: a request printed as {printed} is any tensor of up to 1 MiB: the card was full to the "
+            "brim, and which tensor came last says little"
+        )
+        return
+    rounding = AllocatorConfig()
 
     def prints_alike(size: int) -> bool:
-        if report.backend in ("cuda", "hip", "xpu") and report.form != "malloc_async":
-            return _same(format_size(rounding.segment_size(rounding.block_size(size))), printed)
-        return low <= size <= high
+        if report.backend not in _ROUNDED or report.form == "malloc_async":
+            return low <= size <= high
+        # memlab's own budget prints the tensor itself
+        blocks = (rounding.segment_size(rounding.block_size(size)), size)
+        return any(_same(format_size(n), printed) for n in blocks)
 
     report.matches = [match for match in tensors if prints_alike(match.bytes)][:limit]
-    between = f"a tensor of {low:,} to {high:,} bytes" if low != high else f"a tensor of {low:,} bytes"
-    head = f"{config.name}: the request is {between}"
+    between = f"{low:,} to {high:,} bytes" if low != high else f"{low:,} bytes"
+    report.note = f"{model}: the request is a tensor of {between}; "
     if report.matches:
-        report.note = f"{head}; in a step of this recipe these have such a size:"
+        report.note += "in a step of this recipe these have such a size:"
     else:
-        wanted = report.requested or 0
+        wanted = report.requested
         near = sorted(tensors, key=lambda match: abs(match.bytes - wanted))[:3]
-        names = "; ".join(f"{m.name} {_b(m.bytes)}" for m in near)
-        report.note = f"{head}; no tensor of this recipe has such a size. Nearest: {names}"
-    return report.matches
+        names = "; ".join(f"{match.name} {_b(match.bytes)}" for match in near)
+        report.note += f"no tensor of this recipe has such a size. Nearest: {names}"
+
+
+_ROUNDED = ("cuda", "hip", "xpu")
+
+
+def verdict(report: Report, snapshot: SnapshotSummary) -> str:
+    """What a snapshot of the same failure decides: fragmentation or not. '' without a size."""
+    if report.requested is None:
+        return ""
+    unallocated, largest = snapshot.unallocated, snapshot.largest_free
+    sizes = f"{_b(unallocated)} are unallocated, the largest free block has {_b(largest)}"
+    asked = f"{_b(report.requested)} were asked for"
+    if unallocated < report.requested:
+        return f"The snapshot decides: {sizes}; {asked}: not fragmentation, the tensors themselves fill it."
+    if largest < report.requested:
+        return f"The snapshot decides: {sizes}; {asked}: fragmentation."
+    return f"The snapshot doesn't fit the message: {sizes}; {asked}, which would have been served."
 
 
 def _same(ours: str, printed: str) -> bool:

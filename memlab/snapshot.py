@@ -1,7 +1,7 @@
-"""PyTorch's memory snapshots (`torch.cuda.memory._dump_snapshot`): written from a trace, read from anybody.
+"""PyTorch's memory snapshots: written from a trace, and read from anybody.
 
-A written file opens on https://pytorch.org/memory_viz and with `python -m torch.cuda._memory_viz`. It holds plain
-lists, dicts, strings and numbers, pickled with protocol 4: the newest that the page's own reader knows.
+A written file opens on https://pytorch.org/memory_viz and with `python -m torch.cuda._memory_viz`. It holds
+plain lists, dicts, strings and numbers, pickled with protocol 4: the newest that the page's own reader knows.
 
 A file from a stranger is read without `pickle`: unpickling can run any program. `plain_pickle` knows the
 opcodes of plain data and no other, with limits on size and number; nothing can be executed by it.
@@ -479,12 +479,8 @@ def _device_rows(data: dict[str, Any], visit: _Visits) -> tuple[int, dict[int, i
     for segment in segments:
         device = _whole(segment.get("device"))
         reserved[device] = reserved.get(device, 0) + _whole(segment.get("total_size"))
-    traces = data.get("device_traces")
-    longest = (
-        max(range(len(traces)), key=lambda i: len(_list(traces[i])))
-        if isinstance(traces, list) and traces
-        else 0
-    )
+    traces = _list(data.get("device_traces"))
+    longest = max(range(len(traces)), key=lambda i: len(_list(traces[i])), default=0)
     device = max(reserved, key=lambda d: reserved[d], default=longest)
     return device, reserved, [s for s in segments if _whole(s.get("device")) == device]
 
@@ -657,7 +653,10 @@ def summarise_trace(
         size = result.block_bytes[number]
         shape = "x".join(map(str, block.shape)) or "scalar"
         what = f"{block.consumer} of {block.phase}, {shape} {block.dtype}".rstrip()
-        at = (what, f"{block.module} {block.operator}".strip(), block.line)
+        if trace.info.get("source") == "snapshot":
+            at = (f"{block.line} {block.operator}".strip(), block.module, "")
+        else:
+            at = (what, f"{block.module} {block.operator}".strip(), block.line)
         row = groups.setdefault(tuple(filter(None, at)), [0, 0, 0])
         row[0] += size
         row[1] += 1
