@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -48,7 +48,17 @@ from memlab.recipe import MIN_8BIT, Recipe, RecipeError
 from memlab.units import CONSUMERS, DTYPE_BYTES, GB, PHASES, format_count, format_gb
 from memlab.walk import Walk
 
-__all__ = ["Assumptions", "Candidate", "Cost", "EngineTerm", "Plan", "Step", "engine_terms", "plan"]
+__all__ = [
+    "Assumptions",
+    "Candidate",
+    "Confirmed",
+    "Cost",
+    "EngineTerm",
+    "Plan",
+    "Step",
+    "engine_terms",
+    "plan",
+]
 
 Config = TransformerConfig | ConvConfig
 
@@ -215,6 +225,23 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Confirmed:
+    """What traces said: `best` runs on the card; `tried` are (candidate, traced peak; None: out of memory)."""
+
+    best: Candidate | None
+    tried: tuple[tuple[Candidate, int | None], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "best": self.best.to_dict() if self.best else None,
+            "tried": [
+                {"recipe": c.recipe.to_dict(), "formula_bytes": c.peak_bytes, "traced_bytes": peak}
+                for c, peak in self.tried
+            ],
+        }
+
+
+@dataclass(frozen=True)
 class Plan:
     """The answer. Bytes are per GPU unless a name says otherwise.
 
@@ -264,7 +291,32 @@ class Plan:
 
     @property
     def capacity(self) -> int:
+        """total_memory of the card."""
         return self.gpu.memory_bytes
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes for a trace on the card (`trace_step(limit=...)`): less where the context is assumed."""
+        return None if self.gpu.context_bytes is not None else self.capacity - ASSUMED_CONTEXT
+
+    def confirm(self, trace: Callable[[Recipe], int | None]) -> Confirmed:
+        """Let a trace decide: from the cheapest recipe that may fit to the first that runs.
+
+        trace(recipe): the traced peak in bytes, or None where the card's memory ended. It is asked about the
+        `tight` recipes and the candidates in order, then about the next cheaper one, which must not run.
+        """
+        tried: list[tuple[Candidate, int | None]] = []
+        for candidate in sorted([*self.tight, *self.candidates], key=lambda c: c.seconds):
+            peak = trace(candidate.recipe)
+            tried.append((candidate, peak))
+            if peak is not None:
+                break
+        if not tried or tried[-1][1] is None:
+            return Confirmed(None, tuple(tried))
+        winner = tried[-1][0]
+        if len(tried) == 1 and self.next_cheaper and self.next_cheaper.seconds <= winner.seconds:
+            tried.insert(0, (self.next_cheaper, trace(self.next_cheaper.recipe)))
+        return Confirmed(winner, tuple(tried))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; sizes are integers in bytes."""
@@ -1018,7 +1070,8 @@ class _Planner:
             return
         yield ("activations:cpu",)
         where = ["cpu"] + (["nvme"] if self.nvme_bytes else [])
-        if optimizer not in ("adam", "adamw"):
+        # A GradScaler looks for infinities in gradients that a host's optimizer no longer has.
+        if optimizer not in ("adam", "adamw") or precision == "amp-fp16":
             return
         for place in where:
             # The host keeps fp32 masters: bf16 on the card is enough.
@@ -1287,7 +1340,8 @@ class _Planner:
         for stage in dict.fromkeys((2 if now.zero_stage == 1 else now.zero_stage, 3)):
             if stage and now.data_parallel == 1:
                 continue
-            for offload in self._offloads("fp32", stage, now.optimizer):
+            plain = "fp32" if now.precision == "bf16-master" else now.precision
+            for offload in self._offloads(plain, stage, now.optimizer):
                 if not offload:
                     continue
                 precision = now.precision
