@@ -21,6 +21,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,15 @@ class Lab:
         plain = f"{name}: {shown} ({includes})"
         rich = f"<p><strong>{html.escape(name)}: {html.escape(shown)}</strong> ({html.escape(includes)})</p>"
         _display({"text/plain": plain, "text/html": rich, HEADLINE_MIME: data})
+
+
+def table(header: Sequence[str], *rows: Sequence[object]) -> None:
+    """Print rows in columns, the first one to the left, the others to the right."""
+    shown = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in shown) for i in range(len(header))]
+    for row in shown:
+        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        print(row[0].ljust(widths[0]), *rest, sep="  ")
 
 
 def begin(

@@ -43,21 +43,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memlab
 from memlab import hardware, plots, published, widgets
 from memlab.allocator import Allocator, replay
+from memlab.chapter import table
 from memlab.exercises.limits import in_child
 from memlab.meter import profiled
 from memlab.units import GB, GIB, KIB, MIB, format_bytes, format_gb
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler would report its start and stop
 lab = memlab.begin("01_memory_basics", device=device, size=size, seed=seed)
-
-
-def table(header, *rows):
-    """Prints rows in columns, the first one to the left."""
-    rows = [header, *[[str(cell) for cell in row] for row in rows]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    for row in rows:
-        print(row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)), sep="  ")
-
 
 # %% [markdown] id="fails"
 # ## A step that doesn't fit

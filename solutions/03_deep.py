@@ -43,19 +43,11 @@ from torch import nn
 
 import memlab
 from memlab import hardware, models, nets, plots, published, widgets
+from memlab.chapter import table
 from memlab.techniques import checkpointing, freezing, residual
 from memlab.units import GB, format_bytes, format_count, format_gb
 
 lab = memlab.begin("03_deep", device=device, size=size, seed=seed)
-
-
-def table(header, *rows):
-    """Prints rows in columns, the first one to the left."""
-    rows = [header, *[[str(cell) for cell in row] for row in rows]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    for row in rows:
-        print(row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)), sep="  ")
-
 
 # %% [markdown] id="fails"
 # ## A step that doesn't fit
@@ -275,9 +267,10 @@ memlab.check("3.1", count)
 stages = {}
 for block in in_resnet:
     stage = ".".join(block.module.split(".")[:2]) if block.module.startswith("stages") else block.module.split(".")[0] or "batch"
+    stage = {"ResNet": "mean over pixels", "fc": "logits"}.get(stage, stage)
     stages[stage] = stages.get(stage, 0) + block.bytes
 table(("part of ResNet-152, 32 images", "kept"), *((k, f"{v / 1e6:,.1f} MB") for k, v in stages.items()))
-whole = sum(stages.values()) - stages["fc"]  # the logits are alive, but nobody saves them
+whole = sum(stages.values()) - stages["logits"]  # they are alive, but nobody saves them
 print(f"\n{format_gb(whole)}: {whole / 32 / 1e6:.0f} MB an image, {whole / 32 / 152 / 1e6:.2f} MB a layer; 152 x 32 x 1 MB = {format_gb(152 * 32 * 10**6)}")
 
 for what, size_of in {"weights": 4, "gradients": 4, "Adam's moments": 8}.items():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number, one_line, plain
-from memlab.exercises.limits import in_child
+from memlab.exercises.limits import contained
 from memlab.units import GB, GIB, MB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -50,13 +50,8 @@ def _shown(value: Any) -> str:
     return f"{value:,.6g}" if is_number(value) else repr(value)[:80]
 
 
-def _contained(work: Callable[[], Evidence], borrowed: tuple[str, ...], seconds: float = 60) -> Evidence:
-    """`work()` in a child process, on one thread; in place where autograd can't be forked (GPU was used).
-
-    The exercise is to write it: evidence tells when a Python function of the files `borrowed` was called.
-    """
-    import torch
-    import torch._dynamo  # what an optimizer's first step imports is loaded before the fork
+def _watched(work: Callable[[], Evidence], borrowed: tuple[str, ...], seconds: float = 60) -> Evidence:
+    """`contained`, watched: evidence tells when a Python function of the files `borrowed` was called."""
 
     def watched() -> Evidence:
         called: set[str] = set()
@@ -74,15 +69,7 @@ def _contained(work: Callable[[], Evidence], borrowed: tuple[str, ...], seconds:
             sys.setprofile(before)
         return {"borrowed": sorted(called)} if called else found
 
-    evidence = in_child(watched, seconds=seconds, memory=2 * GIB)
-    if "fork-based multiprocessing" in str(evidence):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return watched()
-        finally:
-            torch.set_num_threads(threads)
-    return evidence
+    return contained(watched, seconds=seconds)
 
 
 def _is_borrowed(evidence: Evidence) -> Score | None:
@@ -435,7 +422,7 @@ def _evidence_5_3(answer: Any, seed: int) -> Evidence:
             **{name: _accumulated(answer, g, seed) for name, g in _groups_5_3(seed).items()},
         }
 
-    return _contained(work, _TECHNIQUES)
+    return _watched(work, _TECHNIQUES)
 
 
 def _accumulated(answer: Any, group: _Group, seed: int) -> Evidence:
@@ -653,7 +640,7 @@ def _evidence_5_4(answer: Any, seed: int) -> Evidence:
             **_fp16(answer, seed),
         }
 
-    return _contained(work, (*_TECHNIQUES, "torch/amp/grad_scaler"))
+    return _watched(work, (*_TECHNIQUES, "torch/amp/grad_scaler"))
 
 
 def _life(answer: Any, schedule: _Schedule, seed: int) -> Evidence:
@@ -968,7 +955,7 @@ def _evidence_5_5(answer: Any, seed: int) -> Evidence:
         found["shape"] = list(answer(torch.randn(3, 4, 5)).shape)
         return found
 
-    return _contained(work, _TECHNIQUES)
+    return _watched(work, _TECHNIQUES)
 
 
 def _neighbours(x: torch.Tensor) -> tuple[float, float]:
@@ -1099,7 +1086,7 @@ def _evidence_5_6(answer: Any, seed: int) -> Evidence:
         return {"runs": runs}
 
     try:
-        run = _contained(work, _TECHNIQUES)
+        run = _watched(work, _TECHNIQUES)
     except NotImplementedError:
         if all(entry.get("not_written") for entry in plans.values()):
             raise NotImplementedError("exercise 5.6") from None

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number, one_line, plain
-from memlab.exercises.limits import in_child
+from memlab.exercises.limits import contained
 from memlab.models import model as model_config
-from memlab.units import GIB, format_bytes
+from memlab.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -39,30 +39,6 @@ def _value(case: Evidence) -> Any:
 
 def _shown(value: Any) -> str:
     return f"{value:,.4g}" if is_number(value) else repr(value)[:80]
-
-
-def _contained(work: Callable[[], Evidence], seconds: float = 60) -> Evidence:
-    """`work()` in a child process, on one thread; in place where autograd can't be forked (GPU was used)."""
-    import torch
-    import torch._dynamo
-    import torch.utils.checkpoint  # loaded before the fork, not in each child
-
-    def quick() -> Evidence:
-        gc.freeze()  # what is there already needn't be searched at each gc.collect()
-        try:
-            return work()
-        finally:
-            gc.unfreeze()
-
-    evidence = in_child(quick, seconds=seconds, memory=2 * GIB)
-    if "fork-based multiprocessing" in str(evidence):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return work()
-        finally:
-            torch.set_num_threads(threads)
-    return evidence
 
 
 # -- 3.1 ResNet-152, counted -------------------------------------------------------------------------------
@@ -328,7 +304,7 @@ def _norms_evidence(answer: Any, seed: int) -> Evidence:
             found[name]["bias"] = plain(bias)  # the largest that a Linear had when it ran
         return {"norms": found}
 
-    return _contained(work, seconds=30)
+    return contained(work, seconds=30)
 
 
 def _norms_score(evidence: Evidence) -> Score:
@@ -537,7 +513,7 @@ def _checkpoint_evidence(answer: Any, seed: int) -> Evidence:
                 }
         return found
 
-    return _contained(work)
+    return contained(work)
 
 
 def _stopped(error: str) -> str:
@@ -681,7 +657,7 @@ def _segments_evidence(answer: Any, seed: int) -> Evidence:
             measured["plain"][name] = _plan_peak(chain, blocks, [])
         return measured
 
-    return _contained(work)
+    return contained(work)
 
 
 def _candidates(chain: _Chain) -> list[list[int]]:
@@ -893,7 +869,7 @@ def _repair_evidence(answer: Any, seed: int) -> Evidence:
         return found
 
     try:
-        run = _contained(work)
+        run = contained(work)
     except NotImplementedError:
         if not_written:
             raise

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number
-from memlab.exercises.limits import in_child
+from memlab.exercises.limits import contained
 from memlab.units import GB, GIB, MIB, format_bytes
 
 Link = dict[str, Any]
@@ -593,21 +593,10 @@ _SCRIPTS: tuple[tuple[str, Callable[[Callable[[], Any], random.Random], list[Ste
 
 
 def _meter_evidence(answer: Any, seed: int) -> Evidence:
-    import torch._dynamo  # noqa: F401  a dispatch mode loads it at its first operator: once here, not in each child
-
     def work() -> Evidence:
-        gc.freeze()  # what is there already needn't be searched by the scripts' gc.collect()
-        try:
-            return {name: call(run, answer, random.Random(f"1.5 {name} {seed}")) for name, run, _ in _SCRIPTS}
-        finally:
-            gc.unfreeze()
+        return {name: call(run, answer, random.Random(f"1.5 {name} {seed}")) for name, run, _ in _SCRIPTS}
 
-    evidence = in_child(work, seconds=60, memory=2 * GIB)
-    if "fork-based multiprocessing" in str(
-        evidence
-    ):  # autograd won't run in a child of a process whose autograd used a GPU
-        return work()
-    return evidence
+    return contained(work)
 
 
 def _step_fault(step: Step) -> str:

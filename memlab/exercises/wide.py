@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number, plain
-from memlab.exercises.limits import in_child
+from memlab.exercises.limits import contained
 from memlab.models import TransformerConfig
 from memlab.models import model as any_model
 from memlab.units import GB, GIB, KB, KIB, MB, MIB, format_bytes
@@ -103,29 +103,6 @@ def _told(faults: Iterable[tuple[str, Sequence[str]] | None], otherwise: str) ->
 def _once(tally: Tally) -> Score:
     """The points, and each message once: an error is the same on every input."""
     return Score(round(tally.points, 6), tuple(dict.fromkeys(tally.messages)))
-
-
-def _contained(work: Callable[[], Evidence], seconds: float = 60) -> Evidence:
-    """`work()` in a child process, on one thread; in place where autograd can't be forked (GPU was used)."""
-    import torch
-    import torch._dynamo  # a dispatch mode loads it at its first operator: before the fork, once
-
-    def quick() -> Evidence:
-        gc.freeze()  # what is there already needn't be searched by the collector
-        try:
-            return work()
-        finally:
-            gc.unfreeze()
-
-    evidence = in_child(quick, seconds=seconds, memory=3 * GIB)
-    if "fork-based multiprocessing" in str(evidence):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return work()
-        finally:
-            torch.set_num_threads(threads)
-    return evidence
 
 
 # -- 4.1 parameters, exactly -------------------------------------------------------------------------------
@@ -615,7 +592,7 @@ def _tiled_evidence(answer: Any, seed: int) -> Evidence:
         found["bytes"] = [call(_peak, answer, case, seed) for case in _long(seed)] if right else []
         return found
 
-    return _contained(work, seconds=90)
+    return contained(work, seconds=90, memory=3 * GIB)
 
 
 def _tiled_score(evidence: Evidence) -> Score:
@@ -984,7 +961,7 @@ def _split_evidence(answer: Any, seed: int) -> Evidence:
         # NotImplementedError passes through `call` and ends the check: not written yet
         return {"seed": seed, "cases": [call(_split_case, answer, case, seed) for case in _splits(seed)]}
 
-    return _contained(work, seconds=90)
+    return contained(work, seconds=90, memory=3 * GIB)
 
 
 def _split_score(evidence: Evidence) -> Score:
@@ -1257,7 +1234,7 @@ def _zero_evidence(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
         return {"cases": [_guarded(_sharded_case, sharded, case, seed) for case in _shardeds(seed)]}
 
-    ran = _contained(work, seconds=90)
+    ran = contained(work, seconds=90, memory=3 * GIB)
     entries = [*(e for group in shares.values() for e in group), *ran.get("cases", [])]
     if all(e.get("error") == "not written yet" for e in entries):
         raise NotImplementedError("exercise 4.6")

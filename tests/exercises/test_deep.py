@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,14 +24,6 @@ from tests.exercises.mutants_3 import CHAPTER, MUTANTS
 IDS = list(exercises(3))
 WRONG = [(exercise, name) for exercise, names in MUTANTS.items() for name in names]
 SLOW = {"3.1"}  # ResNet-152 on the meta device takes two seconds each time
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_the_chapter_is_worth_fifteen_points() -> None:
