@@ -209,8 +209,11 @@ def _once(key: Any, make: Callable[[], Any]) -> Any:
     return _cache[key]
 
 
-def _fitcheck_runs(row: dict[str, Any]) -> list[Any]:
-    """The runs of a FitCheck row: one, or for nf4 one for each order of loading, the predicted one first."""
+def _fitcheck_runs(row: dict[str, Any], limit: int = 1 << 50) -> list[Any]:
+    """The runs of a FitCheck row: one, or for nf4 one for each order of loading, the predicted one first.
+
+    limit: the card's bytes, heeded by fp16 rows.
+    """
     from benchmarks import workloads as w
 
     config = row["config"]
@@ -228,6 +231,7 @@ def _fitcheck_runs(row: dict[str, Any]) -> list[Any]:
         base="fp16" if config["quant"] == "none" else "nf4", attention=config["attn_impl"],
         kernels=("efficient",) if sdpa else (), expanded=sdpa, checkpointing=config["grad_checkpoint"],
         lora=config["lora_rank"], targets=tuple(config["lora_targets"]),
+        limit=limit,
     )  # fmt: skip
     model = config_of(config["arch"], config["model"])
     session = next((s for name, s in SESSIONS.items() if name in row["url"]), UNKNOWN_SESSION)
@@ -314,9 +318,9 @@ def vramcalc_rows(row: dict[str, Any]) -> Iterator[Entry]:
     )  # fmt: skip
 
 
-def traced(row: dict[str, Any]) -> Any:
-    """The run that a row's prediction is read from."""
-    return _fitcheck_runs(row)[0] if "FitCheck" in row["source"] else _vramcalc_run(row)[0]
+def traced(row: dict[str, Any], limit: int = 1 << 50) -> Any:
+    """The run that a row's prediction is read from. limit: the card's bytes (FitCheck's fp16 rows)."""
+    return _fitcheck_runs(row, limit)[0] if "FitCheck" in row["source"] else _vramcalc_run(row)[0]
 
 
 def torchinfo_rows(row: dict[str, Any]) -> Iterator[Entry]:

@@ -32,6 +32,7 @@ class Inputs:
     expanded: the script expands grouped keys and values before SDPA. masks: 'by need' (transformers 5: none
     for whole sequences under SDPA) or 'always' (transformers 4.57, whose find_packed_sequence_indices never
     returns None). base: 'fp16', 'bf16', 'fp32' or 'nf4'. amp: autocast's type or None. lora: rank or None.
+    limit: the card's bytes; more than any step needs unless it is asked whether it runs.
     """
 
     card: str
@@ -47,6 +48,7 @@ class Inputs:
     lora: int | None = None
     targets: tuple[str, ...] = LORA_TARGETS
     training: bool = True
+    limit: int = 1 << 50
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def fitcheck(config: dict[str, Any], inputs: Inputs) -> Run:
     A warm-up step; the peaks are reset; step 2 gives allocated and reserved; step 3 the phases. The output
     object lives until `one_step` returns, so the logits live through the optimizer step.
     """
-    with VirtualGPU(inputs.card, limit=1 << 50) as gpu:
+    with VirtualGPU(inputs.card, limit=inputs.limit) as gpu:
         with gpu.host():
             model = model_of(config, inputs.attention, torch.float16)
         gpu.put(model)

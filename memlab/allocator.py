@@ -1100,21 +1100,22 @@ def smallest_capacity(
     *,
     context: int = 0,
     order: str = "split",
+    empty_cache: Iterable[int] = (),
 ) -> int:
     """The smallest card (bytes as CUDA reports them) on which the events run, by bisection in steps of 2 MiB.
 
     The result runs and 2 MiB less doesn't. With retries the allocator isn't strictly monotone (what is
     released changes where later blocks go), so a smaller card that happens to run can't be excluded.
     """
-    free_run = replay(events, sizes, config, order=order)
+    emptied = tuple(empty_cache)
+    free_run = replay(events, sizes, config, order=order, empty_cache=emptied)
 
     def runs(steps: int) -> bool:
-        return (
-            replay(
-                events, sizes, config, capacity=steps * ROUND_LARGE + context, context=context, order=order
-            ).oom
-            is None
-        )
+        limited = replay(
+            events, sizes, config, capacity=steps * ROUND_LARGE + context, context=context, order=order,
+            empty_cache=emptied,
+        )  # fmt: skip
+        return limited.oom is None
 
     low, high = free_run.peak_requested // ROUND_LARGE - 1, -(-free_run.peak_reserved // ROUND_LARGE)
     while not runs(high):  # only where a memory fraction is set

@@ -297,6 +297,10 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __deepcopy__(self, memo: object) -> _Mode:
         return self
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper costs a tenth of a trace
+
 
 #: Tensors of main memory are recorded under this device, so that a trace of the card leaves them out.
 _HOST = torch.device("meta")
