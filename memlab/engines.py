@@ -137,7 +137,7 @@ def split(net, mesh):
 _HOST_OPTIMIZER = '''
 
 class HostAdamW:
-    """AdamW on fp32 masters in host memory, stepped by the CPU (ZeRO-Offload). Gradients go there{early}."""
+    """AdamW on fp32 masters in host memory, stepped by the CPU. Gradients go there{early}."""
 
     def __init__(self, parameters, **options):
         self.parameters = list(parameters)
@@ -274,7 +274,7 @@ def _fsdp2(config: Any, r: Recipe, each: int, source: str) -> Export:
     if _hosted(r):
         early = r.offloaded("gradients") is not None
         text += "\n" + _HOST_OPTIMIZER.format(
-            hooks=_EARLY if early else "", early=" as soon as they are reduced" if early else " at the step"
+            hooks=_EARLY if early else "", early=" once reduced" if early else " at the step"
         ).rstrip("\n")
     text += "\n\n\n" + "\n".join(_main(config, r)) + "\n"
     notes = ["batches() and initialise() are where your data and checkpoint go"]
@@ -324,7 +324,7 @@ def _refuse_fsdp2(r: Recipe, fully: bool) -> None:
 
 def _main(config: Any, r: Recipe) -> list[str]:
     fully, offload = r.zero_stage >= 2, r.offloaded("parameters")
-    alone = r.data_parallel == 1
+    alone, where = r.data_parallel == 1, '"cpu"' if offload else "device"
     body = [
         "def main():",
         "    cuda = torch.cuda.is_available()",
@@ -347,7 +347,7 @@ def _main(config: Any, r: Recipe) -> list[str]:
         if r.master_dtype:
             options.append("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
         if offload:
-            options.append("offload_policy=CPUOffloadPolicy()")
+            options.append("offload_policy=CPUOffloadPolicy(pin_memory=cuda)")
         blocks = (
             "net.blocks" if isinstance(config, TransformerConfig)
             else "[block for stage in net.stages for block in stage]"
@@ -357,11 +357,17 @@ def _main(config: Any, r: Recipe) -> list[str]:
             f"        fully_shard(part, {', '.join(options)})",
         ]
     body += [
-        f"    net.to_empty(device={'torch.device("cpu")' if offload else 'device'})",
+        f"    net.to_empty(device={where})",
         "    with torch.no_grad():",
         "        initialise(net, config)",
         "    trained = net",
     ]
+    if offload:
+        body[-1:-1] = [
+            "    for part in net.modules():  # shards stay on the host, buffers don't",
+            "        for name, buffer in part.named_buffers(recurse=False):",
+            "            part.register_buffer(name, buffer.to(device))",
+        ]
     if not fully and not alone:
         body.append(
             "    trained = torch.nn.parallel.DistributedDataParallel(net, device_ids=[device] if cuda else None)"

@@ -37,6 +37,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from memlab import hardware, models
@@ -467,11 +468,11 @@ def engine_terms(config: Config, recipe: Recipe, gpu: GPU) -> list[EngineTerm]:
     """
     walk = Walk(config, recipe.resolve(config), "cuda")
     walk.run()
-    return _terms(recipe, [spec.count for spec in walk.specs], walk.peaks, gpu)
+    return _terms(recipe, _Sizes.of(walk), walk.peaks, gpu)
 
 
 def _terms(
-    recipe: Recipe, counts: Sequence[int], rows: Mapping[str, Mapping[str, int]], gpu: GPU
+    recipe: Recipe, sizes: _Sizes, rows: Mapping[str, Mapping[str, int]], gpu: GPU
 ) -> list[EngineTerm]:
     found = [
         EngineTerm(
@@ -480,8 +481,8 @@ def _terms(
             "two threads that multiply matrices, one each (ATen/cuda/CublasHandlePool.cpp)",
         )
     ]
-    values, n = sum(counts), recipe.data_parallel
-    stored, graded = DTYPE_BYTES[recipe.parameter_dtype], DTYPE_BYTES[recipe.gradient_dtype]
+    counts, n = sizes.trained, recipe.data_parallel
+    values, graded = sum(counts), DTYPE_BYTES[recipe.gradient_dtype]
     shard = sum(-(-count // n) for count in counts)
     if n > 1 and recipe.zero_stage < 2:
         found.append(
@@ -502,17 +503,17 @@ def _terms(
             )
         )
     if recipe.zero_stage == 2:
-        kept = shard * stored
+        kept = sizes.bytes // n
         found.append(
             EngineTerm(
                 "shards beside whole weights",
-                {"forward": kept, "backward": kept, "optimizer": kept - values * stored},
+                {"forward": kept, "backward": kept, "optimizer": kept - sizes.bytes},
                 "fully_shard(reshard_after_forward=False) keeps its shard beside the whole weights, and frees "
                 "these before the update",
             )
         )
     if recipe.zero_stage >= 2 and recipe.master_dtype and not recipe.offloaded("parameters"):
-        less = -shard * stored
+        less = -shard * DTYPE_BYTES[recipe.parameter_dtype]
         found.append(
             EngineTerm(
                 "fp32 shards are the master copy",
@@ -545,6 +546,23 @@ def _fullest(counts: Sequence[int], ranks: int) -> int:
 
 
 @dataclass(frozen=True)
+class _Sizes:
+    """Values of each trained parameter; all weights' values and bytes, frozen ones included."""
+
+    trained: list[int]
+    values: int
+    bytes: int
+
+    @classmethod
+    def of(cls, walk: Walk) -> _Sizes:
+        return cls(
+            [spec.count for spec in walk.specs],
+            sum(weight.count for weight in walk.held),
+            sum(weight.bytes for weight in walk.held),
+        )
+
+
+@dataclass(frozen=True)
 class _Work:
     """FLOPs, bytes and kernels of one sample's forward on one GPU, inside and outside the blocks."""
 
@@ -557,12 +575,17 @@ class _Work:
     block_kernels: int
 
 
+#: No adapters. Theirs are small products beside the frozen ones: under 1 % at rank 16.
+_WHOLE: dict[str, Any] = {"lora_rank": None, "lora_targets": "attention", "base_weights": "full"}
+
+
 def _work(config: Config, recipe: Recipe) -> _Work:
     """Counted over `operations.Program`, whose list of operations `footprint` walks through."""
     micro = 2 if isinstance(config, ConvConfig) else 1
     plain = recipe.replace(
+        precision="bf16" if recipe.precision == "fp16" else recipe.precision,  # the same bytes
         micro_batch=micro, accumulation=1, checkpointing="none", zero_stage=0, offload=(),
-        world_size=recipe.tensor_parallel,
+        world_size=recipe.tensor_parallel, **_WHOLE,
     )  # fmt: skip
     total = dict.fromkeys(("flops", "fused", "block_flops", "traffic", "block_traffic"), 0)
     kernels = {"kernels": 0, "block_kernels": 0}
@@ -649,7 +672,7 @@ class _Family:
 
 
 def _way(recipe: Recipe) -> tuple[Any, ...]:
-    adapters = getattr(recipe, "lora_rank", None), getattr(recipe, "base_weights", None)
+    adapters = recipe.lora_rank, recipe.base_weights
     return (
         recipe.precision, recipe.optimizer, recipe.zero_stage, recipe.tensor_parallel, recipe.offload, *adapters
     )  # fmt: skip
@@ -731,7 +754,7 @@ class _Planner:
         self.start = start.resolve(config, card)
         self._walks: dict[Recipe, Walk] = {}
         self._works: dict[tuple[Any, ...], _Work] = {}
-        self._shares: dict[int, list[int]] = {}
+        self._shares: dict[tuple[Any, ...], _Sizes] = {}
         self._leaving: dict[tuple[Any, ...], int] = {}
         self._blocks: int | None = None
 
@@ -770,7 +793,7 @@ class _Planner:
         for row in rows.values():
             row["optimizer_states"] += states - own
         rows["optimizer"]["temporaries"] = update.peaks["optimizer"]["temporaries"]
-        for term in _terms(recipe, [spec.count for spec in walk.specs], rows, self.card):
+        for term in _terms(recipe, _Sizes.of(walk), rows, self.card):
             for phase, size in term.bytes.items():
                 rows[phase]["temporaries"] += size
         host = {k: v for k, v in walk.host.items() if k != "optimizer_states"}
@@ -810,7 +833,9 @@ class _Planner:
         work = self._work_of(r)
         checkpointed = r.checkpoint_every is not None
         again = work.block_flops if checkpointed else 0
-        flops = 3 * work.flops + work.fused // 2 + again
+        # a frozen weight needs no gradient: its backward is one product, not two
+        passes = 3 if r.lora_rank is None else 2
+        flops = passes * (work.flops - work.fused) + work.fused * 7 // 2 + again
         peak = card.flops.get(r.compute_dtype) or card.flops["fp32"]
         launches = work.kernels * 3 + (work.block_kernels if r.checkpointing != "none" else 0)
         sample: dict[str, float] = {"compute": flops / (peak * a.mfu)}
@@ -821,6 +846,9 @@ class _Planner:
             sample["memory traffic"] = max(extra, 0) / card.bandwidth
         micro: dict[str, float] = {}
         step: dict[str, float] = {}
+        if r.quantized:  # each product makes its weight whole in 16 bits: 0.5 bytes read, 2 written, 2 read
+            whole = 4.5 * self._sizes(r).values * (3 if r.checkpointing != "none" else 2)
+            micro["memory traffic"] = whole / card.bandwidth
         moved: tuple[dict[str, int], dict[str, int], dict[str, int]] = ({}, {}, {})
 
         def send(part: str, size: float, link: Link, when: int, share: int = 1) -> None:
@@ -849,13 +877,19 @@ class _Planner:
         """GPUs of one machine."""
         return min(self.count, self.assumptions.gpus_per_node)
 
+    def _sizes(self, recipe: Recipe) -> _Sizes:
+        """Of the weights on one rank, before ZeRO shards them."""
+        r = recipe
+        key = (r.tensor_parallel, r.precision, r.lora_rank, r.lora_targets, r.base_weights, r.zero_stage >= 2)
+        if key not in self._shares:
+            plain = r.replace(optimizer="sgd", optimizer_impl="foreach", offload=())
+            walk = self._updating(plain)
+            self._shares[key] = _Sizes.of(walk)
+        return self._shares[key]
+
     def _counts(self, recipe: Recipe) -> list[int]:
-        """Values of each parameter on a tensor-parallel rank."""
-        share = recipe.tensor_parallel
-        if share not in self._shares:
-            plain = self._updating(Recipe(tensor_parallel=share, world_size=share))
-            self._shares[share] = [spec.count for spec in plain.specs]
-        return self._shares[share]
+        """Values of each trained parameter on a tensor-parallel rank."""
+        return self._sizes(recipe).trained
 
     def _values(self, recipe: Recipe) -> int:
         """Values that one GPU updates."""
@@ -867,16 +901,19 @@ class _Planner:
         if n == 1:
             return
         a = self.assumptions
-        values = sum(self._counts(r))
+        sizes = self._sizes(r)
+        values = sum(sizes.trained)
         link = a.intra_link if self.count <= a.gpus_per_node else a.inter_link
-        once = (n - 1) / n * values
+        once = (n - 1) / n
         compute, stored, graded = (
             DTYPE_BYTES[d] for d in (r.compute_dtype, r.parameter_dtype, r.gradient_dtype)
         )
         if r.zero_stage < 2:
-            send("data parallel", once * (2 * graded + (stored if r.zero_stage else 0)), link, 2)
+            size = values * (2 * graded + (stored if r.zero_stage else 0))
+            send("data parallel", once * size, link, 2)
         else:  # gathered in forward, and again in backward where it was freed; one reduce-scatter
-            send("data parallel", once * compute * (2 if r.zero_stage == 2 else 3), link, 1)
+            gathers = 1 if r.zero_stage == 2 else 2
+            send("data parallel", once * compute * (gathers * sizes.values + values), link, 1)
 
     def _update(self, r: Recipe, step: dict[str, float], send: Any) -> None:
         a, near = self.assumptions, self._neighbours
@@ -905,7 +942,10 @@ class _Planner:
 
     def _moved(self, r: Recipe) -> int:
         """Bytes of one sample's activations that leave the card."""
-        key = (r.precision, r.checkpointing, r.attention, r.sequence, r.image, r.tensor_parallel)
+        key = (
+            r.precision, r.checkpointing, r.attention, r.sequence, r.image, r.tensor_parallel, r.lora_rank,
+            r.base_weights,
+        )  # fmt: skip
         if key not in self._leaving:
             micro = 1 if self.transformer else 2
             plain = r.replace(
@@ -1021,26 +1061,45 @@ class _Planner:
         every = [f"every-{k}" for k in (2, 4, 8) if k < max(self.config.blocks, 1)]
         checkpointing = self._options("checkpointing", dict.fromkeys(("none", "selective", "full", *every)))
         micro = 1 if self.transformer else 2
-        for optimizer in self._options("optimizer", optimizers):
-            impls = self._options("optimizer_impl", _impls(optimizer))
-            for precision in precisions:
-                for tensor, stage in self._layouts(precision):
-                    for offload in self._offloads(precision, stage, optimizer):
-                        offloaded = any(item.startswith("optimizer_states") for item in offload)
-                        for impl in ("fused",) if offloaded else impls:
-                            for kept in checkpointing:
-                                for scores in attention:
-                                    if "activations:cpu" in offload and scores == "eager":
-                                        continue
-                                    try:
-                                        yield start.replace(
-                                            optimizer=optimizer, optimizer_impl=impl, precision=precision,
-                                            tensor_parallel=tensor, zero_stage=stage, offload=offload,
-                                            checkpointing=kept, attention=scores, micro_batch=micro,
-                                            accumulation=1,
-                                        ).resolve(self.config, self.card)  # fmt: skip
-                                    except RecipeError:
-                                        continue
+        for adapters in self._adapters():
+            frozen = adapters["lora_rank"] is not None
+            for optimizer in self._options("optimizer", optimizers):
+                impls = self._options("optimizer_impl", _impls(optimizer))
+                for precision in (*precisions, "fp16") if frozen else precisions:
+                    for tensor, stage in self._layouts(precision):
+                        offloads = [*self._offloads(precision, stage, optimizer)]
+                        if frozen:  # adapters' states are small: nothing to move but activations
+                            offloads = [o for o in offloads if o in ((), ("activations:cpu",))]
+                        for offload, kept, scores in product(offloads, checkpointing, attention):
+                            if "activations:cpu" in offload and scores == "eager":
+                                continue
+                            hosted = any(item.startswith("optimizer_states") for item in offload)
+                            for impl in ("fused",) if hosted else impls:
+                                try:
+                                    yield start.replace(
+                                        optimizer=optimizer, optimizer_impl=impl, precision=precision,
+                                        tensor_parallel=tensor, zero_stage=stage, offload=offload,
+                                        checkpointing=kept, attention=scores, micro_batch=micro,
+                                        accumulation=1, **adapters,
+                                    ).resolve(self.config, self.card)  # fmt: skip
+                                except RecipeError:
+                                    continue
+
+    def _adapters(self) -> Iterator[dict[str, Any]]:
+        """Fields of adapters: the start's, and what `allow` adds."""
+        start = self.start
+        ranks = self._options("lora_rank", (start.lora_rank,))
+        for rank in ranks:
+            if rank is None:
+                yield dict(_WHOLE)
+                continue
+            targets = start.lora_targets if start.lora_rank is not None else "attention"
+            asked = self._options("lora_targets", (targets,))
+            bases = self._options(
+                "base_weights", (start.base_weights,) if start.lora_rank is not None else ("full", "nf4")
+            )
+            for target, base in product(asked, bases):
+                yield {"lora_rank": rank, "lora_targets": target, "base_weights": base}
 
     def _layouts(self, precision: str) -> Iterator[tuple[int, int]]:
         """(tensor_parallel, zero_stage) that PyTorch combines: tensor parallel goes with fully_shard."""
@@ -1090,12 +1149,14 @@ class _Planner:
             found.append(_8BIT)
             severity += 1
         masters = recipe.offloaded("optimizer_states") and not recipe.offloaded("parameters")
-        if recipe.precision == "bf16" != self.start.precision and not masters:
+        adapters = recipe.lora_rank is not None
+        if recipe.precision == "bf16" != self.start.precision and not masters and not adapters:
             found.append(_BF16_ROUNDING)
             severity += 2
-        if getattr(recipe, "lora_rank", None) and not getattr(self.start, "lora_rank", None):
-            found.append("only adapters are trained (LoRA)")
-            severity += 4
+        if adapters and self.start.lora_rank is None:
+            frozen = f", on frozen weights in {recipe.base_weights}" * recipe.quantized
+            found.append(f"only adapters of rank {recipe.lora_rank} are trained{frozen}")
+            severity += 4 + recipe.quantized
         return tuple(found), severity
 
     # the search
@@ -1189,7 +1250,8 @@ class _Planner:
         )  # fmt: skip
         kept = each * (shard if recipe.zero_stage >= 1 else whole)
         if not recipe.offloaded("parameters"):
-            kept += DTYPE_BYTES[recipe.parameter_dtype] * (shard if recipe.zero_stage >= 2 else whole)
+            held = self._sizes(recipe).bytes
+            kept += held // recipe.data_parallel if recipe.zero_stage >= 2 else held
         if not recipe.offloaded("gradients") and not recipe.offloaded("parameters"):
             kept += DTYPE_BYTES[recipe.gradient_dtype] * (shard if recipe.zero_stage >= 2 else whole)
         return int(kept)
@@ -1585,8 +1647,8 @@ def _brief(recipe: Recipe) -> str:
         parts.append(f"ZeRO-{recipe.zero_stage}")
     if recipe.tensor_parallel > 1:
         parts.append(f"TP {recipe.tensor_parallel}")
-    if getattr(recipe, "lora_rank", None):
-        parts.append(f"LoRA r{recipe.lora_rank} {getattr(recipe, 'base_weights', '')}".rstrip())  # type: ignore[attr-defined]
+    if recipe.lora_rank is not None:
+        parts.append(f"LoRA {recipe.lora_rank}" + f" on {recipe.base_weights}" * recipe.quantized)
     if recipe.offload:
         places: dict[str, list[str]] = {}
         for item in recipe.offload:
