@@ -15,6 +15,7 @@ precision
     amp-bf16, amp-fp16      fp32        fp32       none          fp32             16-bit where autocast says
     bf16                    bf16        bf16       none          bf16             bf16
     bf16-master             bf16        bf16       fp32          fp32             bf16
+    fp16                    a frozen model in fp16 (with lora_rank only), for cards without bf16
     ======================  ==========  =========  ============  ===============  ==========================
 
     The master copy counts as optimizer state. With amp-* autocast makes 16-bit copies of the weights in
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
     from memlab.hardware import GPU
     from memlab.models import ConvConfig, TransformerConfig
 
-PRECISIONS = ("fp32", "amp-bf16", "amp-fp16", "bf16", "bf16-master")
+PRECISIONS = ("fp32", "amp-bf16", "amp-fp16", "bf16", "bf16-master", "fp16")
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw-8bit", "adafactor")
 OPTIMIZER_IMPLS = ("foreach", "fused", "for-loop")
 CHECKPOINTING = ("none", "full", "every-K", "selective")
@@ -96,6 +97,7 @@ _DTYPES: dict[str, tuple[str, str, str | None, str, str]] = {
     "amp-fp16": ("fp32", "fp32", None, "fp32", "fp16"),
     "bf16": ("bf16", "bf16", None, "bf16", "bf16"),
     "bf16-master": ("bf16", "bf16", "fp32", "fp32", "bf16"),
+    "fp16": ("fp16", "fp16", None, "fp16", "fp16"),
 }
 
 # Which implementations an optimizer has; the first is the default. torch.optim tries foreach first on CUDA,
@@ -335,6 +337,11 @@ class Recipe:
             if self.base_weights != "full":
                 raise RecipeError(
                     f"base_weights {self.base_weights} can't be trained: set lora_rank, for adapters"
+                )
+            if self.precision == "fp16":
+                raise RecipeError(
+                    "precision fp16 is for a frozen model (lora_rank): small gradients would become zero; "
+                    "train with amp-fp16, which scales the loss"
                 )
             if self.lora_targets != "attention":
                 raise RecipeError("lora_targets without adapters: set lora_rank too")

@@ -59,6 +59,9 @@ def test_version(run):
         (("footprint", "gpt2", "--sequence", "4096"), "1024 learned positions"),
         (("footprint", "gpt2", "--precision", "fp8"), "unknown precision 'fp8'"),
         (("footprint", "gpt2", "--offload", "weights:cpu"), "unknown thing to offload"),
+        (("footprint", "gpt2", "--base-weights", "nf4"), "can't be trained: set lora_rank"),
+        (("footprint", "resnet50", "--lora-rank", "8"), "resnet50 is a convnet"),
+        (("footprint", "gpt2", "--lora-rank", "8", "--lora-targets", "query"), "has no such layer"),
         (("footprint", "gpt2", "--batch", "4"), "No such option: --batch"),
         (("footprint",), "MODEL"),
         (("footprint", "gpt2", "--recipe", "/nowhere/r.toml"), "/nowhere/r.toml: can't read the recipe"),
@@ -95,6 +98,19 @@ def test_footprint_as_json_holds_integers(run):
     assert data["parameter_count"] == 68_976_648_192
     assert isinstance(data["peak_bytes"], int) and data["peak_bytes"] > 16 * 68_976_648_192
     assert data["peak_phase"] in ("forward", "backward", "optimizer")
+
+
+def test_adapters_and_four_bits_are_flags(run):
+    words = ("--lora-rank", 16, "--lora-targets", "query,value", "--base-weights", "nf4-double")
+    code, out, _ = run("footprint", "llama2-7b", "--json", "--precision", "bf16", *words)
+    data = json.loads(out)
+    assert code == 0
+    assert data["recipe"]["lora_targets"] == ["query", "value"]
+    assert data["trained_count"] == 32 * 16 * 4 * 4096
+    assert data["consumers"]["parameters"] < 4.1 * 2**30  # 7 billion in 4 bits, embedding and head in 16
+    code, out, _ = run("footprint", "gpt2", "--lora-rank", 8)
+    assert "LoRA 8 on attention" in out and "trained)" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(run, tmp_path):

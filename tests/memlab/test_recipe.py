@@ -12,6 +12,7 @@ from memlab.models import MODELS, from_hf, model
 from memlab.recipe import (
     ATTENTION,
     BLOCK_8BIT,
+    LORA_TARGETS,
     MIN_8BIT,
     OFFLOAD_WHAT,
     OFFLOAD_WHERE,
@@ -239,7 +240,10 @@ def test_state_tensors_are_what_torch_keeps(optimizer, dtype):
 def recipes(draw):
     tensor_parallel = draw(st.sampled_from([1, 2, 4]))
     data_parallel = draw(st.sampled_from([1, 3, 8]))
-    precision = draw(st.sampled_from(PRECISIONS))
+    lora_rank = None if tensor_parallel > 1 else draw(st.none() | st.integers(1, 512))
+    without = {"fp16"} if lora_rank is None else {"bf16-master"}
+    precision = draw(st.sampled_from(sorted(set(PRECISIONS) - without)))
+    targets = st.sampled_from([*LORA_TARGETS, ("query", "mlp.up")])
     what = draw(st.lists(st.sampled_from(OFFLOAD_WHAT), unique=True))
     return Recipe(
         precision=precision,
@@ -255,6 +259,8 @@ def recipes(draw):
         world_size=data_parallel * tensor_parallel,
         tensor_parallel=tensor_parallel,
         offload=tuple(f"{item}:{draw(st.sampled_from(OFFLOAD_WHERE))}" for item in what),
+        lora_rank=lora_rank,
+        lora_targets="attention" if lora_rank is None else draw(targets),
     )
 
 
