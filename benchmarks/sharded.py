@@ -3,8 +3,8 @@
     python -m benchmarks.sharded [--model llama2-70b] [--gpu A100-80GB] [--quick] [--json OUT]
 
 Three parts: the step in pure bf16 in its variants, with what is alive at the peak; the nine ways of chapter 6
-under the card's rules and capacity; the time and resident memory of a trace on 8 and on 1024 ranks, each in a
-process of its own, set-up included, imports not. `--quick` leaves the times out.
+under the card's rules and capacity; the time and resident memory of a trace on 8 and on 1024 ranks, as in
+`benchmarks.speed`. `--quick` leaves the times out.
 
 Every way: one sequence of 4096 tokens per rank and step, activation checkpointing of each block, SDPA.
 """
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.speed import measured
 from memlab import hardware, models
 from memlab.allocator import replay
 from memlab.hardware import GPU
@@ -178,26 +177,6 @@ def refusal(model: TransformerConfig, card: GPU) -> str:
     return ""
 
 
-_TIMED = """
-import json, resource, time, torch
-import torch.distributed.fsdp, torch.distributed.tensor.parallel
-from memlab.sharded import trace_sharded
-torch.set_num_threads(1)
-wall, processor = time.perf_counter(), time.process_time()
-trace = trace_sharded({model!r}, precision="bf16", **{fields!r})
-print(json.dumps({{"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - processor,
-    "rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "peak_bytes": trace.peak_bytes}}))
-"""
-
-
-def timed(model: str, world_size: int) -> dict[str, float]:
-    """Wall and processor seconds of the whole trace, set-up included, and the resident high-water mark."""
-    program = _TIMED.format(model=model, fields={**EIGHT, "world_size": world_size})
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="One rank's memory in nine ways to train a large model.")
     parser.add_argument("--model", default="llama2-70b")
@@ -243,18 +222,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "refusal": message,
     }
     if not options.quick:
-        eight, thousand = timed(model.name, 8), timed(model.name, 1024)
-        for ranks, figures in ((8, eight), (1024, thousand)):
+        say()
+        for ranks in (8, 1024):
+            figures = measured("on_ranks", model.name, world_size=ranks)
+            data[f"{ranks}_ranks"] = figures
             say(
-                f"trace on {ranks} ranks, set-up included: {figures['seconds']:.1f} s"
-                f" ({figures['cpu_seconds']:.1f} s of processor time), {figures['rss_mib']:.0f} MiB resident"
+                f"trace on {ranks} ranks, set-up included: {figures['seconds']:.1f} s of processor time"
+                f" ({figures['wall_seconds']:.1f} s), {figures['rss_mib']:.0f} MiB resident"
             )
-        data["trace_70b_8_ranks_seconds"] = eight["seconds"]
-        data["trace_70b_1024_ranks_seconds"] = thousand["seconds"]
-        data["trace_70b_1024_ranks_rss_mib"] = thousand["rss_mib"]
-        data |= {"8_ranks": eight, "1024_ranks": thousand}
     if options.json:
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
+        unfinished = options.json.with_name(options.json.name + ".part")
+        unfinished.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+        unfinished.replace(options.json)
 
 
 if __name__ == "__main__":

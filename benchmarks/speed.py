@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,18 +160,16 @@ def measured(measure: str, name: str = "", layers: int | None = None, **options:
 
 
 def _answer(request: str) -> None:
-    import torch
-
-    torch.set_num_threads(1)
     asked = json.loads(request)
     options = asked["options"]
     if asked["model"]:
         config = model(asked["model"])
         if asked["layers"]:
-            from dataclasses import replace
-
             config = replace(config, layers=asked["layers"])
         options["config"] = config
+    import torch
+
+    torch.set_num_threads(1)
     print(json.dumps(MEASURES[asked["measure"]](**options)))
 
 
