@@ -465,11 +465,12 @@ def _regions(stream: IO[bytes], budget: _Budget) -> Iterator[_Region]:
         data, last = carry + chunk, not chunk
         limit = len(data) if last else max(len(data) - _AFTER, done)
         low = data.lower()
-        window = max(done - 32, 0), limit
+        # a message that starts before the limit may have its first anchor behind it
+        window = max(done - 32, 0), min(limit + _BEFORE, len(data))
         hits = _hits(low, _ANCHORS, *window)
         spans = _spans(hits, done, limit)
         if budget.anchors <= 0:
-            budget.unread += low.count(b"tried to alloc", *window)
+            budget.unread += low.count(b"tried to alloc", done, limit)
             spans = []
         elif budget.mentions > 0 and (more := _hits(low, _MENTIONS, *window)):
             size = sum(end - begin for begin, end in spans)
@@ -1004,6 +1005,8 @@ def _with_sizes(report: Report, request: int) -> Iterator[Cause]:
             f"{_b(unallocated)} are reserved but in no tensor, and {_b(request)} were asked for: enough in "
             "sum, but not in one piece",
         )
+    if free >= request:
+        return  # only the limit was in the way: what else is on the card doesn't matter
     holders = sorted(_holders(report, request, own, within), key=lambda pair: -pair[0])
     yield from (cause for _, cause in holders)
 
@@ -1024,7 +1027,7 @@ def _cap(report: Report, request: int) -> Iterator[Cause]:
 
 def _holders(report: Report, request: int, own: int, within: int) -> Iterator[tuple[int, Cause]]:
     """(bytes, cause) of what holds the memory that is missing, where that is enough to matter."""
-    missing = request - within
+    missing = request - (report.free or 0)
     largest = 0
     if (others := _others(report, own)) is not None and others[0] >= missing:
         size, how = others
@@ -1292,6 +1295,7 @@ def _name(report: Report, model: str, tensors: list[Match], limit: int) -> None:
     between = f"{low:,} to {high:,} bytes" if low != high else f"{low:,} bytes"
     report.note = f"{model}: the request is a tensor of {between}; "
     if report.matches:
+        report.cannot_tell = [text.partition("; which one")[0] for text in report.cannot_tell]
         report.note += "in a step of this recipe these have such a size:"
     else:
         wanted = report.requested

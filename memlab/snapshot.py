@@ -16,16 +16,17 @@ from __future__ import annotations
 import os
 import pickle
 import pickletools
+import re
 import struct
 import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab.allocator import AllocatorConfig, Replay, replay
-from memlab.units import CONSUMERS, GIB, format_bytes
+from memlab.units import CONSUMERS, GIB, PHASES, format_bytes
 
 if TYPE_CHECKING:
     from memlab.trace import Block, Trace
@@ -242,7 +243,7 @@ class SnapshotSummary:
         }
 
     def render(self, top: int = 12) -> str:
-        """At most 80 columns: sizes, fragmentation, the live list."""
+        """At most 100 columns: sizes, fragmentation, the live list."""
         size = format_bytes
         lines = [
             f"device {self.device} {self.moment}: {self.segments:,} segments, {self.events:,} events",
@@ -281,7 +282,7 @@ class SnapshotSummary:
         return self.render()
 
 
-def _cut(line: str, width: int = 80) -> str:
+def _cut(line: str, width: int = 100) -> str:
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
@@ -431,10 +432,49 @@ def _refusal(code: int, at: int) -> str:
 _LIBRARY = ("site-packages", "dist-packages", "/torch/", "\\torch\\", "lib/python", "<frozen", "??")
 
 
+class _Written(NamedTuple):
+    """What `_frames` wrote of a block."""
+
+    operator: str
+    line: str
+    module: str
+    consumer: str
+    phase: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+_TENSOR = re.compile(r"(\w{1,40}) of (\w{1,40}), (scalar|\d{1,15}(?:x\d{1,15}){0,15}) ?(\w{0,40})")
+
+
+def _written(frames: Any) -> _Written | None:
+    """The inverse of `_frames`; None for what memlab didn't write."""
+    if not (isinstance(frames, list) and len(frames) == 3 and all(isinstance(f, dict) for f in frames)):
+        return None
+    if [frame.get("filename") for frame in frames[1:]] != ["<module>", "<tensor>"]:
+        return None
+    operator, module, tensor = (str(frame.get("name"))[:200] for frame in frames)
+    match = _TENSOR.fullmatch(tensor)
+    if match is None or match.group(1) not in CONSUMERS or match.group(2) not in (*PHASES, "setup"):
+        return None
+    consumer, phase, dims, dtype = match.groups()
+    shape = () if dims == "scalar" else tuple(map(int, dims.split("x")))
+    file, number = frames[0].get("filename"), frames[0].get("line")
+    line = "" if not isinstance(file, str) or file == "<operator>" else file[:200]
+    if line and isinstance(number, int) and number:
+        line += f":{number}"
+    outside = module == "(outside the model)"
+    return _Written(operator, line, "" if outside else module, consumer, phase, shape, dtype)
+
+
 def _places(frames: Any) -> tuple[str, ...]:
     """'file.py:12 name', the innermost first; frames of the user's own files before those of libraries."""
     if not isinstance(frames, list | tuple):
         return ()
+    if ours := _written(frames):
+        shape = "x".join(map(str, ours.shape)) or "scalar"
+        what = f"{ours.consumer} of {ours.phase}, {shape} {ours.dtype}".rstrip()
+        return tuple(filter(None, (what, f"{ours.module} {ours.operator}".strip(), ours.line)))
     own: list[str] = []
     library: list[str] = []
     for frame in frames[:64]:
@@ -575,8 +615,8 @@ def _block_frames(block: dict[str, Any]) -> Any:
 def trace_of(data: dict[str, Any]) -> Trace:
     """A snapshot's recorded events as a trace, led by what was alive before the recording began.
 
-    A snapshot doesn't know consumers or phases unless memlab wrote it: then every block counts as a temporary
-    in the set-up phase, and a caveat says so. Raises SnapshotError if nothing was recorded.
+    Only a snapshot that memlab wrote knows consumers and phases: in any other every block counts as a
+    temporary of the set-up phase, and a caveat says so. Raises SnapshotError if nothing was recorded.
     """
     from memlab.trace import Trace
 
@@ -587,14 +627,21 @@ def trace_of(data: dict[str, Any]) -> Trace:
     completed = any(event.get("action") == "free_completed" for event in events)
     last = "free_completed" if completed else "free"
     labelled = False
-    places: dict[int, tuple[str, ...]] = {}
+    places: dict[int, tuple[tuple[str, ...], _Written | None]] = {}
 
     def make(size: int, frames: Any, category: Any) -> int:
         nonlocal labelled
         if id(frames) not in places:
             visit(len(_list(frames)[:64]))
-            places[id(frames)] = _places(frames)
-        at = places[id(frames)]
+            places[id(frames)] = _places(frames), _written(frames)
+        at, ours = places[id(frames)]
+        if ours is not None:
+            labelled = True
+            trace.mark(ours.phase)
+            return trace.allocate(
+                size, ours.consumer, module=ours.module, operator=ours.operator, shape=ours.shape,
+                dtype=ours.dtype, line=ours.line,
+            )  # fmt: skip
         consumer = category if category in CONSUMERS else "temporaries"
         labelled = labelled or category in CONSUMERS
         line, _, name = (at[0] if at else "").partition(" ")
@@ -622,6 +669,7 @@ def trace_of(data: dict[str, Any]) -> Trace:
             address += _whole(block.get("size"))
     live = {address: make(*rest) for address, rest in first.items()}
     trace.before = len(live)
+    trace.marks = [(0, "setup")]
     for event in events:
         address, action = _whole(event.get("addr")), event.get("action")
         if action == "alloc":
@@ -636,7 +684,7 @@ def trace_of(data: dict[str, Any]) -> Trace:
         )
     if not labelled:
         trace.caveats.append("a snapshot doesn't know consumers: every block is shown as a temporary")
-    trace.caveats.append("a snapshot doesn't know the phases of a step")
+        trace.caveats.append("a snapshot doesn't know the phases of a step")
     return trace
 
 
@@ -653,7 +701,7 @@ def summarise_trace(
         size = result.block_bytes[number]
         shape = "x".join(map(str, block.shape)) or "scalar"
         what = f"{block.consumer} of {block.phase}, {shape} {block.dtype}".rstrip()
-        if trace.info.get("source") == "snapshot":
+        if trace.info.get("source") == "snapshot" and not block.shape:
             at = (f"{block.line} {block.operator}".strip(), block.module, "")
         else:
             at = (what, f"{block.module} {block.operator}".strip(), block.line)

@@ -5,12 +5,24 @@ from __future__ import annotations
 import pickle
 import pickletools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memlab.allocator import AllocatorConfig, replay
-from memlab.snapshot import snapshot, write_snapshot
+from memlab.snapshot import (
+    SnapshotError,
+    plain_pickle,
+    read_snapshot,
+    snapshot,
+    summarise,
+    summarise_trace,
+    trace_of,
+    write_snapshot,
+)
 from memlab.trace import Trace
 from memlab.units import CONSUMERS, MIB
 
@@ -168,3 +180,139 @@ def test_a_replay_of_another_trace_is_refused() -> None:
         trace = Trace()
         trace.allocate(1)
         snapshot(trace, replay([], []))
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """Unpickled by the usual way it would write a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.target,)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_strangers_pickle_is_never_executed(tmp_path: Path, protocol: int) -> None:
+    path, target = tmp_path / "evil.pickle", tmp_path / "executed"
+    path.write_bytes(pickle.dumps({"segments": [Evil(target)]}, protocol))
+    with pytest.raises(SnapshotError) as caught:
+        read_snapshot(path)
+    assert not target.exists() and "\n" not in str(caught.value)
+    pickle.loads(path.read_bytes())  # the negative control: here it runs
+    assert target.exists()
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner)
+    ),
+)
+
+
+@given(plain, st.integers(2, pickle.HIGHEST_PROTOCOL))
+def test_plain_data_is_read_as_pickle_would(data: object, protocol: int) -> None:
+    assert plain_pickle(pickle.dumps(data, protocol)) == data
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused_in_one_line(raw: bytes) -> None:
+    for start in (b"", b"\x80\x04", b"\x80\x04}\x94(\x8c\x08segments\x94]\x94"):
+        try:
+            data = plain_pickle(start + raw)
+        except SnapshotError as error:
+            assert "\n" not in str(error)
+        else:
+            if isinstance(data, dict):
+                summarise(data)
+
+
+HOSTILE = {
+    "a huge memo": b"\x80\x04Nr\xff\xff\xff\xff.",
+    "a huge name": b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f" + b"x.",
+    "a deep tuple": b"\x80\x04" + b")" + b"\x85" * 200_000 + b".",
+    "a deep tuple as a key": b"\x80\x04})" + b"\x85" * 200_000 + b"Ns.",
+    "a doubled tuple as a key": b"\x80\x04})" + b"\x94h\x00" * 1 + b"\x86" + b"q\x01h\x01\x86" * 60 + b"Ns.",
+    "no stop": b"\x80\x04}",
+    "an empty stack": b"\x80\x04.",
+    "marks": b"\x80\x04" + b"(" * 100_000 + b"t.",
+}
+
+
+@pytest.mark.parametrize("raw", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_pickles_end_in_one_line(raw: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "s.pickle"
+    path.write_bytes(raw)
+    with pytest.raises(SnapshotError) as caught:
+        read_snapshot(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_that_unfold_without_end_are_refused() -> None:
+    block = {"address": 0, "size": 512, "state": "inactive"}
+    blocks = [block] * 100_000
+    data = {"segments": [{"device": 0, "total_size": 1, "blocks": blocks}] * 100_000, "device_traces": []}
+    with pytest.raises(SnapshotError, match="unfold"):
+        summarise(plain_pickle(pickle.dumps(data, 4)))
+
+
+@pytest.mark.parametrize("options", ["", "expandable_segments:True"])
+def test_what_was_written_is_read(options: str, tmp_path: Path) -> None:
+    trace = small_trace()
+    result = replay(trace.events, trace.sizes, AllocatorConfig.parse(options))
+    write_snapshot(trace, tmp_path / "s.pickle", result)
+    data = read_snapshot(tmp_path / "s.pickle")
+    assert data == pickle.loads((tmp_path / "s.pickle").read_bytes())
+    summary = summarise(data)
+    assert (summary.reserved, summary.allocated) == (result.reserved, result.allocated)
+    assert summary.requested == trace.end_bytes
+    assert sum(row.bytes for row in summary.live) == result.allocated
+    free = [b.size for s in result.segments for b in s.blocks if not b.allocated]
+    assert (summary.largest_free, summary.unallocated) == (max(free), sum(free))
+    assert max(map(len, summary.render().splitlines())) <= 100
+
+    again = trace_of(data)
+    again.validate()
+    assert again.peak_bytes == trace.peak_bytes and again.end_bytes == trace.end_bytes
+    assert again.consumers_at_peak() == trace.consumers_at_peak()
+    assert again.peak_phase == trace.peak_phase
+    at_end = summarise_trace(trace, at_peak=False)
+    assert (at_end.requested, at_end.reserved) == (
+        trace.end_bytes,
+        replay(trace.events, trace.sizes).reserved,
+    )
+
+
+def test_a_real_snapshots_shape() -> None:
+    """As PyTorch writes it: C++ frames, a history cut at its start, a block that waits for a stream."""
+    frames = [
+        {"filename": "??", "line": 0, "name": "torch::autograd::THPVariable"},
+        {"filename": "/venv/site-packages/torch/nn/modules/linear.py", "line": 125, "name": "forward"},
+        {"filename": "/home/me/model.py", "line": 41, "name": "forward"},
+    ]
+    data = {
+        "segments": [{
+            "device": 1, "address": 4096, "total_size": 20 * MIB, "blocks": [
+                {"size": 2 * MIB, "requested_size": 2 * MIB - 8, "state": "active_allocated",
+                 "frames": frames},
+                {"size": 4 * MIB, "requested_size": 4 * MIB, "state": "active_pending_free",
+                 "frames": frames},
+                {"size": 14 * MIB, "requested_size": 0, "state": "inactive", "frames": []},
+            ],
+        }],
+        "device_traces": [[], [
+            {"action": "free_completed", "addr": 99, "size": 512, "frames": frames},
+            {"action": "oom", "size": 16 * MIB, "device_free": 5, "frames": frames},
+        ]],
+    }  # fmt: skip
+    summary = summarise(data)
+    assert (summary.device, summary.waiting, summary.largest_free) == (1, 4 * MIB, 14 * MIB)
+    assert summary.live[0].frames[0] == "me/model.py:41 forward"
+    assert summary.ooms[0][:2] == (16 * MIB, 5)
+    trace = trace_of(data)
+    assert trace.before == 2 and trace.end_bytes == 2 * MIB - 8
+    assert any("doesn't know consumers" in text for text in trace.caveats)
