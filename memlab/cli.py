@@ -1,4 +1,4 @@
-"""The command line: `memlab footprint | trace | compare | oom | snapshot | gpus | models`.
+"""The command line: `memlab footprint | trace | compare | plan | oom | snapshot | gpus | models`.
 
 Each command imports what it needs when it runs: `memlab footprint` answers without torch. Every field of
 `Recipe` is a flag of the commands that train; `--recipe FILE.toml` gives several at once, and flags win over
@@ -30,6 +30,7 @@ from memlab.units import format_bytes, format_gb
 if TYPE_CHECKING:
     from memlab.hardware import GPU
     from memlab.models import ConvConfig, TransformerConfig
+    from memlab.planner import Plan
     from memlab.snapshot import SnapshotSummary
 
 app = typer.Typer(
@@ -50,7 +51,9 @@ def _complete_models(incomplete: str) -> list[str]:
 def _complete_cards(incomplete: str) -> list[str]:
     from memlab.hardware import GPUS
 
-    return [name for name in GPUS if name.lower().startswith(incomplete.lower())]
+    # a shell compares letter by letter, and memlab takes any case
+    names = [name.lower() for name in GPUS] if incomplete.islower() else list(GPUS)
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def _complete_field(name: str) -> Callable[[str], list[str]]:
@@ -265,6 +268,145 @@ def compare(
     else:
         _print(result)
         _print_notes(recipe, config, card)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="a name from `memlab models`, a Hugging Face config.json, or package.module:function that "
+            "builds a model",
+            metavar="MODEL",
+            autocompletion=_complete_models,
+        ),
+    ],
+    gpu: Annotated[
+        str,
+        typer.Option(
+            "--gpu", help="a name from `memlab gpus`", metavar="CARD", autocompletion=_complete_cards
+        ),
+    ],
+    count: Annotated[int, typer.Option(help="cards in all", metavar="N")] = 1,
+    seq: Annotated[
+        int | None,
+        typer.Option("--seq", help="tokens [the model's context]", metavar="N", show_default=False),
+    ] = None,
+    effective_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="sequences or images of one step on all cards [1 a card]", metavar="N", show_default=False
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe", help="the recipe you have, TOML [plain fp32]", metavar="FILE", show_default=False
+        ),
+    ] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="adapters of rank 16 on frozen weights will do too")
+    ] = False,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="of a machine, to offload to [no limit]", metavar="SIZE", show_default=False),
+    ] = None,
+    nvme: Annotated[
+        str | None,
+        typer.Option(help="of a machine, to offload to [none]", metavar="SIZE", show_default=False),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="between a machine's cards [theirs]", metavar="LINK", show_default=False),
+    ] = None,
+    inter_link: Annotated[
+        str | None,
+        typer.Option(help="between machines [by the card's age]", metavar="LINK", show_default=False),
+    ] = None,
+    mfu: Annotated[float, typer.Option(help="share of the dense peak that is reached", metavar="P")] = 0.4,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--export",
+            help="write the winner for fsdp2|accelerate|deepspeed|torchtitan",
+            metavar="ENGINE",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder for --export", metavar="DIR")] = Path(),
+    trace: Annotated[
+        bool, typer.Option("--trace/--no-trace", help="confirm the winner on a virtual card")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Find the cheapest recipe that fits, and what each lever brings.
+
+    Example:
+
+    memlab plan llama2-70b --gpu A100-80GB --count 8 --effective-batch 1024
+    """
+    from memlab import engines, planner
+    from memlab.units import parse_bytes, unknown_name
+
+    if engine is not None and engine not in engines.ENGINES:
+        raise unknown_name("engine", engine, engines.ENGINES)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} isn't a folder: choose another for --out")
+    found = planner.plan(
+        model, gpu, count, effective_batch=effective_batch, sequence=seq,
+        start=Recipe.from_toml(recipe) if recipe is not None else None,
+        host_bytes=parse_bytes(host_memory) if host_memory is not None else None,
+        nvme_bytes=parse_bytes(nvme) if nvme is not None else None,
+        intra_link=link, inter_link=inter_link, mfu=mfu,
+        allow={"lora_rank": (None, 16)} if lora else None,
+    )  # fmt: skip
+    if not as_json:
+        _print(found)
+        sys.stdout.flush()
+    sure = None
+    if trace and (found.candidates or found.tight):
+        sure = found.confirm(functools.partial(_traced, model, found))
+        if not as_json:
+            _print("\n" + sure.render())
+    best = sure.best if sure is not None else found.best
+    exported, paths = None, []
+    if engine is not None:
+        if best is None:
+            raise ValueError("nothing fits, so there is nothing to export")
+        each = found.assumptions.gpus_per_node
+        exported = engines.export(engine, model, best.recipe, gpus_per_node=each)
+        paths = exported.write(out)
+    if as_json:
+        data = {**found.to_dict(), "confirmed": sure.to_dict() if sure is not None else None, "export": None}
+        if exported is not None:
+            data["export"] = {
+                "engine": engine,
+                "files": [str(path) for path in paths],
+                "command": exported.command,
+                "notes": list(exported.notes),
+            }
+        _print_json(data)
+    elif exported is not None:
+        _print("\n".join(["", *(f"wrote {path}" for path in paths), exported.command]))
+        for note in exported.notes:
+            _print(textwrap.fill(f"note: {note}", 100))
+
+
+def _traced(model: str, found: Plan, recipe: Recipe) -> int | None:
+    """The traced peak of `recipe` on the plan's card, None where its memory ends; says so as it begins."""
+    from memlab.planner import brief
+
+    print(f"tracing {brief(recipe)} ...", file=sys.stderr, flush=True)
+    import torch
+
+    from memlab.models import model as find_model
+    from memlab.report import trace_step
+
+    recipe = recipe.replace(accumulation=min(recipe.accumulation, 2))  # the third is like the second
+    try:
+        return trace_step(find_model(model), recipe, gpu=found.gpu, limit=found.limit).peak_bytes
+    except torch.OutOfMemoryError:
+        return None
 
 
 @app.command()

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -231,6 +232,19 @@ class Confirmed:
 
     best: Candidate | None
     tried: tuple[tuple[Candidate, int | None], ...]
+
+    def render(self, width: int = 100) -> str:
+        """What was traced, and what it says, in lines of at most `width` columns."""
+        lines = [_rank_row("traced on the virtual card", "formula GB", "trace GB", "", width)]
+        for candidate, peak in self.tried:
+            first, *rest = _wrap(brief(candidate.recipe), width - 33)
+            said = "no memory" if peak is None else f"{peak / GB:.2f}"
+            verdict = "runs" if peak is not None else ""
+            lines.append(_rank_row("  " + first, f"{candidate.peak_bytes / GB:.2f}", said, verdict, width))
+            lines += ["      " + more for more in rest]
+        if self.best is None:
+            lines.append("none of the candidates runs: the closed form was too hopeful; raise the margin")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -1065,7 +1079,10 @@ class _Planner:
             frozen = adapters["lora_rank"] is not None
             for optimizer in self._options("optimizer", optimizers):
                 impls = self._options("optimizer_impl", _impls(optimizer))
-                for precision in (*precisions, "fp16") if frozen else precisions:
+                if frozen and optimizer == "adamw-8bit" != start.optimizer:
+                    continue  # their states are small as they are
+                half = ("fp16",) if frozen and "bf16" not in self.card.dtypes else ()
+                for precision in (*precisions, *half):
                     for tensor, stage in self._layouts(precision):
                         offloads = [*self._offloads(precision, stage, optimizer)]
                         if frozen:  # adapters' states are small: nothing to move but activations
@@ -1633,7 +1650,7 @@ def _flops(value: int) -> str:
     return f"{value / 10**9:.3g} GFLOP"
 
 
-def _brief(recipe: Recipe) -> str:
+def brief(recipe: Recipe) -> str:
     """A recipe in one short line."""
     name = "" if recipe.optimizer == "adamw" else recipe.optimizer
     impl = recipe.optimizer_impl if len(_impls(recipe.optimizer)) > 1 else ""
@@ -1664,9 +1681,11 @@ _SHORT = {
 }  # fmt: skip
 
 
-def _page(plan: Plan, width: int) -> list[str]:
-    import textwrap
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
+
+def _page(plan: Plan, width: int) -> list[str]:
     def wrapped(text: str, indent: str = "") -> list[str]:
         return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  ",
                              break_on_hyphens=False)  # fmt: skip
@@ -1677,7 +1696,7 @@ def _page(plan: Plan, width: int) -> list[str]:
         f"batch {plan.effective_batch:,}"
         + (f" x {plan.start.sequence:,} tokens" if plan.start.sequence else "")
     )
-    lines += ["", *wrapped(f"start: {_brief(plan.start)}"), *wrapped(plan.arithmetic, "  ")]
+    lines += ["", *wrapped(f"start: {brief(plan.start)}"), *wrapped(plan.arithmetic, "  ")]
     lines += wrapped(f"{'fits' if plan.fits else 'does not fit'}; {plan.bound}-bound: {plan.bound_why}", "  ")
 
     head = "".join(f"{name:>10}" for name in ("params", "grads", "states", "activ.", "temp.", "peak"))
@@ -1694,7 +1713,7 @@ def _page(plan: Plan, width: int) -> list[str]:
 
     lines.append("")
     if plan.best is not None:
-        lines += wrapped(f"best of {plan.searched:,} recipes: {_brief(plan.best.recipe)}")
+        lines += wrapped(f"best of {plan.searched:,} recipes: {brief(plan.best.recipe)}")
         parts = ", ".join(f"{name} {_seconds(value)}" for name, value in plan.best.cost.seconds.items())
         lines += wrapped(
             f"peak {format_gb(plan.best.peak_bytes)} in {plan.best.peak_phase}, {format_gb(plan.best.margin_bytes)} "
@@ -1709,7 +1728,7 @@ def _page(plan: Plan, width: int) -> list[str]:
         lines.append(f"none of {plan.searched:,} recipes fits")
         if plan.nearest is not None:
             lines += wrapped(
-                f"the smallest: {_brief(plan.nearest.recipe)}, peak {format_gb(plan.nearest.peak_bytes)}, host "
+                f"the smallest: {brief(plan.nearest.recipe)}, peak {format_gb(plan.nearest.peak_bytes)}, host "
                 f"memory {format_gb(plan.nearest.host_bytes)} per machine", "  ",
             )  # fmt: skip
     if plan.candidates:
@@ -1751,9 +1770,7 @@ def _rank_row(what: str, peak: str, left: str, seconds: str, width: int) -> str:
 
 
 def _ranked(candidate: Candidate, width: int) -> list[str]:
-    import textwrap
-
-    first, *rest = textwrap.wrap(_brief(candidate.recipe), width - 33, break_on_hyphens=False)
+    first, *rest = _wrap(brief(candidate.recipe), width - 33)
     numbers = f"{candidate.peak_bytes / GB:.2f}", f"{candidate.margin_bytes / GB:.2f}"
     row = _rank_row("  " + first, *numbers, _seconds(candidate.seconds), width)
     return [row, *("      " + more for more in rest)]
