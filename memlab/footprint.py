@@ -218,5 +218,5 @@ def _includes(recipe: Recipe, device: str) -> str:
         "library workspaces, the allocator's cache, the driver's context"
     )
     if recipe.data_parallel > 1 or recipe.tensor_parallel > 1:
-        text += ", communication buckets"
+        text += ", buffers of the communication library"
     return text + "."

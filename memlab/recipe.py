@@ -412,6 +412,11 @@ class Recipe:
         return self.world_size // self.tensor_parallel
 
     @property
+    def buckets(self) -> bool:
+        """Are gradients reduced by DistributedDataParallel? It keeps buckets of all of them beside them."""
+        return self.data_parallel > 1 and self.zero_stage <= 1
+
+    @property
     def checkpoint_every(self) -> int | None:
         """Blocks per checkpoint: 1 for full, K for every-K, None for none and selective."""
         if self.checkpointing == "full":

@@ -159,6 +159,8 @@ class Walk:
                 self.take(what, size)
         self.take("parameters", sum(b.bytes for b in self.config.buffers()))
         gradients = sum(self._share(spec.count, 2) for spec in self.specs) * self.gradient_size
+        if self.recipe.buckets:
+            self.take("gradients", gradients)
         if self.recipe.offloaded("gradients"):
             self.host["gradients"] = gradients
         elif self.have_gradients:
@@ -557,6 +559,9 @@ class Walk:
                 for state in self._states(spec):
                     why = f"{r.optimizer} keeps it from step to step"
                     count(f"{name} {state.name}", "optimizer_states", state.shape, state.dtype, always, why)
+            if r.buckets:
+                why = "DistributedDataParallel's buckets, where gradients are reduced"
+                count(f"{name}.grad in its bucket", "gradients", spec.shape, r.gradient_dtype, always, why)
         for buffer in self.config.buffers():
             name, why = _any_block(buffer.name), "a buffer, not trained"
             count(name, "parameters", buffer.shape, buffer.dtype, always, why)

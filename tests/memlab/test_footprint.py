@@ -253,7 +253,9 @@ def test_zero_shards_one_kind_after_the_other() -> None:
     for stage in range(4):
         result = footprint("gpt2", precision="fp32", world_size=8, zero_stage=stage)
         for name, first in (("optimizer_states", 1), ("gradients", 2), ("parameters", 3)):
-            share = 8 if stage >= first else 1
+            share: float = 8 if stage >= first else 1
+            if name == "gradients" and stage < first:
+                share = 0.5  # DistributedDataParallel's buckets lie beside them
             assert result.consumers[name] == pytest.approx(one.consumers[name] / share, rel=1e-3)
 
 
