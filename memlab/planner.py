@@ -496,16 +496,7 @@ def _terms(
         )
     ]
     counts, n = sizes.trained, recipe.data_parallel
-    values, graded = sum(counts), DTYPE_BYTES[recipe.gradient_dtype]
     shard = sum(-(-count // n) for count in counts)
-    if n > 1 and recipe.zero_stage < 2:
-        found.append(
-            EngineTerm(
-                "DDP buckets",
-                dict.fromkeys(PHASES, values * graded),
-                "DistributedDataParallel keeps flat copies of all gradients to reduce them",
-            )
-        )
     if recipe.zero_stage == 1:
         states = rows["optimizer"]["optimizer_states"]
         uneven = states * _fullest(counts, n) // max(shard, 1) - states
