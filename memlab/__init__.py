@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memlab.footprint import Footprint
     from memlab.footprint import footprint as compute
     from memlab.meter import Meter
+    from memlab.oom import read as explain_oom
     from memlab.planner import plan
     from memlab.recipe import Recipe
     from memlab.report import compare, measure_step, trace_step
@@ -33,6 +34,7 @@ _LAZY = {
     "compare": ("memlab.report", "compare"),
     "compute": ("memlab.footprint", "footprint"),
     "device": ("memlab.virtual", "device"),
+    "explain_oom": ("memlab.oom", "read"),
     "measure_step": ("memlab.report", "measure_step"),
     "plan": ("memlab.planner", "plan"),
     "progress": ("memlab.exercises", "progress"),
@@ -41,7 +43,7 @@ _LAZY = {
 
 __all__ = [
     "Footprint", "Meter", "Recipe", "Trace", "VirtualGPU", "begin", "check", "compare", "compute",
-    "device", "measure_step", "plan", "progress", "trace_step",
+    "device", "explain_oom", "measure_step", "plan", "progress", "trace_step",
 ]  # fmt: skip
 
 

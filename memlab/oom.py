@@ -312,7 +312,7 @@ class Reports:
         if (hidden := len(self.reports) - _SHOWN) > 0:
             parts.append(f"{hidden} more distinct messages; --json gives all")
         if self.unread:
-            parts.append(f"and {self.unread} behind the first {MOST_REPORTS}, which weren't read")
+            parts.append(f"and {self.unread} more behind these, which weren't read")
         if self.snapshot is not None:
             parts.append(str(self.snapshot))
             if self.reports and (text := verdict(self.first, self.snapshot)):

@@ -1,5 +1,6 @@
 """The command line: what it prints, and how it fails."""
 
+import io
 import json
 import os
 import signal
@@ -202,6 +203,87 @@ def test_models(run):
     assert "kv_heads      8" in run("models", "llama2-70b")[1]
     assert "growth        32" in run("models", "densenet264")[1]
     assert json.loads(run("models", "resnet152", "--json")[1])[0]["parameter_count"] == 60_192_808
+
+
+# -- messages, snapshots, completion ------------------------------------------------------------------------
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 786.00 MiB (GPU 1; 14.76 GiB total capacity; 13.60 GiB already "
+    "allocated; 310.50 MiB free; 13.90 GiB reserved in total by PyTorch)\n"
+)
+
+
+def test_oom_reads_a_file_or_standard_input(run, tmp_path, monkeypatch):
+    file = tmp_path / "log.txt"
+    file.write_text("noise\n" + MESSAGE, encoding="utf-8")
+    code, out, err = run("oom", file, "--model", "gpt2", "--micro-batch", 4, "--gpu", "t4")
+    assert (code, err) == (0, "") and "capacity:" in out and "log-softmax" in out
+    assert max(map(len, out.splitlines())) <= 80
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MESSAGE.encode())))
+    data = json.loads(run("oom", "--json")[1])
+    assert data["reports"][0]["requested"] == 786 * 2**20
+    assert data["found"][0]["first"] is True
+
+
+def test_oom_says_in_one_line_what_is_missing(run, tmp_path):
+    file = tmp_path / "log.txt"
+    file.write_text("all is well\n", encoding="utf-8")
+    for words in (("oom", file), ("oom", tmp_path / "none"), ("oom", file, "--micro-batch", 4)):
+        code, out, err = run(*words)
+        assert (code, out) == (2, "") and err.count("\n") == 1
+
+
+def test_snapshot_shows_traces_and_pickles(run, tmp_path):
+    from memlab.snapshot import write_snapshot
+    from memlab.trace import Trace
+
+    trace = Trace()
+    trace.mark("forward")
+    big = trace.allocate(32 * 2**20, "activations", module="h.0", operator="aten.mm", shape=(8, 2**20))
+    trace.allocate(5 * 2**20, "parameters")
+    trace.free(big)
+    trace.save(tmp_path / "t.json.gz")
+    write_snapshot(trace, tmp_path / "s.pickle")
+    code, out, _ = run("snapshot", tmp_path / "t.json.gz", "--html", tmp_path / "v.html")
+    assert (
+        code == 0 and "at the peak" in out and "h.0 aten.mm" in out and (tmp_path / "v.html").stat().st_size
+    )
+    data = json.loads(run("snapshot", tmp_path / "s.pickle", "--json")[1])
+    assert data["allocated"] == 5 * 2**20 and data["reserved"] == 52 * 2**20
+    assert (
+        json.loads(run("snapshot", tmp_path / "s.pickle", "--json", "--at", "peak")[1])["live"][0]["count"]
+        == 1
+    )
+    found = json.loads(run("oom", tmp_path / "s.pickle", "--json")[1])
+    assert found["reports"] == [] and found["snapshot"]["largest_free_block"] == 32 * 2**20
+    code, out, err = run("snapshot", tmp_path / "v.html")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("memlab footprint llama2", "llama2-7b"),
+        ("memlab oom --gpu a100", "a100-80gb"),
+        ("memlab footprint gpt2 --precision amp", "amp-bf16"),
+        ("memlab snap", "snapshot"),
+    ],
+)
+def test_completion_answers_without_torch(words, wanted):
+    code = (
+        "import sys, atexit, memlab.cli as cli\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\nsys.argv = ['memlab']\ncli.main()\n"
+    )
+    environment = os.environ | {
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+        "_MEMLAB_COMPLETE": "complete_bash",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    lines = done.stdout.split()
+    assert wanted in lines and lines[-1] == "False"
 
 
 # -- as a process -----------------------------------------------------------------------------------------

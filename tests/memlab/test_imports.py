@@ -13,6 +13,8 @@ TORCH_FREE = [
     "memlab.models",
     "memlab.recipe",
     "memlab.footprint",
+    "memlab.oom",
+    "memlab.snapshot",
     "memlab.trace",
     "memlab.exercises",
 ]
