@@ -14,6 +14,7 @@ being graded (MEMLAB_GRADING=1) the default size is 'smallest'.
 
 from __future__ import annotations
 
+import gc
 import html
 import importlib
 import math
@@ -140,6 +141,7 @@ def begin(
 
     random.seed(lab.seed)
     torch.manual_seed(lab.seed)
+    gc.freeze()  # measurements collect garbage: what the imports made needn't be searched each time
     # torch counts the host's cores; a container may be allowed fewer, and too many threads crawl.
     if torch.get_num_threads() > _cores():
         torch.set_num_threads(_cores())

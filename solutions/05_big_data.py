@@ -153,7 +153,7 @@ for width in (256, 512):
 # **A whole block: does twice the length take twice the bytes, or four times?**
 
 # %% id="length-run" claims="C5-02"
-lengths = (128, 256, 512, 1024, 2048)
+lengths = lab.pick(smallest=(128, 512, 2048), normal=(128, 256, 512, 1024, 2048))
 saved = [kept(s) for s in lengths]
 for s, n, last in zip(lengths, saved, [0, *saved], strict=False):
     law = 66 * 256 * s + 9 * 4 * s**2
@@ -232,7 +232,7 @@ memlab.check("5.1", fit, crossover)
 
 # %% id="batch-run"
 one = kept(128)
-for b in (1, 2, 4, 8):
+for b in lab.pick(smallest=(2, 8), normal=(1, 2, 4, 8)):
     print(f"batch {b}: {kept(128, b) / 1e6:6.2f} MB, {kept(128, b) / one:.3f} times one sample")
 
 # %% [markdown] id="batch-read" claims="C5-06 C5-07"
@@ -560,13 +560,13 @@ assert after_autocast == 16
 
 # %% [markdown] id="precision-block"
 # 16 bytes per parameter, as in fp32. Only activations can shrink. **To a half?** Here is one BERT-large block inside a
-# chain, 8 texts, by CUDA's casting rules on a virtual A100: what two blocks more keep, divided by two.
+# chain, 8 texts, by CUDA's casting rules on a virtual A100: what a second block adds to a first.
 
 
 # %% id="precision-block-run"
 def one_block(s, **how):
     """Bytes that one block of BERT-large adds to a chain of them, 8 texts of s tokens."""
-    return (kept(s, 8, h, a, blocks=3, **how) - kept(s, 8, h, a, blocks=1, **how)) // 2
+    return kept(s, 8, h, a, blocks=2, **how) - kept(s, 8, h, a, blocks=1, **how)
 
 
 weights_of_block = 12 * h * h + 9 * h  # the Linear layers, biases included; norms aren't cast
