@@ -37,6 +37,7 @@ import os
 import textwrap
 import time
 import warnings
+from dataclasses import replace
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write its progress to stderr
 
@@ -61,10 +62,11 @@ lab = memlab.begin("07_faq", device=device, size=size, seed=seed)
 # **Does it fit? If not: in which operator does it stop, and how large is the request that fails?**
 
 # %% id="fails-run"
+medium = replace(models.model("gpt2-medium"), layers=lab.pick(smallest=12, normal=24))
 wish = memlab.Recipe(precision="fp32", micro_batch=8, sequence=1024, attention="eager", dropout=0.1)
 message = ""
 try:
-    memlab.trace_step("gpt2-medium", wish, gpu="T4")
+    memlab.trace_step(medium, wish, gpu="T4")
 except torch.OutOfMemoryError as error:
     message = str(error)
 print(textwrap.fill(message, 96))
@@ -78,12 +80,13 @@ print(textwrap.fill(message, 96))
 
 # %% id="message-run"
 found = oom.read(message)
-oom.name_tensors(found, models.model("gpt2-medium"), wish)
+oom.name_tensors(found, medium, wish)
 report = found.first
 print(report)
 scores = 4 * 8 * 16 * 1024**2
 print(f"\n8 texts x 16 heads x 1,024 x 1,024 scores x 4 B = {format_bytes(scores)}")
-assert report.requested == scores and report.free < scores < report.free + report.unallocated
+assert report.requested == scores
+assert lab.size == "smallest" or report.free < scores < report.free + report.unallocated
 
 # %% [markdown] id="message-read"
 # `memlab oom` does the same on the command line, for a message or a whole log. 512 MiB is a number with a face: batch x
@@ -91,14 +94,14 @@ assert report.requested == scores and report.free < scores < report.free + repor
 # be *just* enough together, so the message alone can't tell, and says so. What can: the prediction.
 
 # %% id="predicted-run"
-need = memlab.compute("gpt2-medium", wish, "T4")
+need = memlab.compute(medium, wish, "T4")
 print(f"live tensors at the peak: {format_bytes(need.peak_bytes)} in {need.peak_phase}; the card has {format_bytes(hardware.gpu('T4').memory_bytes)}")
 for consumer, held in need.consumers_at_peak().items():
     print(f"  {plots.word(consumer):18}{format_bytes(held):>12}")
 
 # %% [markdown] id="predicted-read"
-# Three times as much as there is, so it is plain **capacity**, and no allocator setting will help. The failure came in
-# the 8th of 24 blocks; had there been a bit more memory it would have come in the 9th.
+# More than three times what there is, so it is plain **capacity**, and no allocator setting will help. The failure came
+# in the 8th of 24 blocks; had there been a bit more memory it would have come in the 9th.
 #
 # Four more messages (their numbers are made up). **For each: is it capacity, fragmentation, somebody else, or a bug?**
 # Guess from the numbers, then run.
@@ -132,8 +135,8 @@ for name, text in quiz.items():
 # *The answer one hears: there is no fixed one. Start with 1, add until memory is short, then accumulate.*
 #
 # Memory grows along a line, $M = S + A\,b$: the states don't depend on the batch $b$, the activations are proportional
-# to it (chapter 5). **Two short runs give $S$ and $A$. How many texts fit on the T4 with eager fp32, with a fused
-# kernel, with fp16 autocast?**
+# to it (chapter 5). Two peaks give $S$ and $A$. **How many texts fit on the T4 with eager fp32, with a fused kernel,
+# with fp16 autocast?**
 
 # %% id="line-run"
 t4 = hardware.gpu("T4")
@@ -146,7 +149,7 @@ counts = range(1, 9)
 lines, largest = {}, {}
 print(f"{'':24}{'S':>12}{'A':>12}   largest b")
 for name, recipe in recipes.items():
-    peaks = [memlab.compute("gpt2-medium", recipe.replace(micro_batch=b), "T4").peak_bytes for b in counts]
+    peaks = [memlab.compute(medium, recipe.replace(micro_batch=b), "T4").peak_bytes for b in counts]
     slope = (peaks[3] - peaks[1]) // 2
     states = peaks[1] - 2 * slope
     largest[name] = (t4.memory_bytes - states) // slope
@@ -171,26 +174,27 @@ plots.curves(
 def on_the_card(recipe, b):
     """What a virtual T4, with its context and its allocator, says to a step with b texts."""
     try:
-        memlab.trace_step("gpt2-medium", recipe.replace(micro_batch=b), gpu="T4")
+        memlab.trace_step(medium, recipe.replace(micro_batch=b), gpu="T4")
     except torch.OutOfMemoryError as error:
         return str(error).partition(".")[0]
     return "runs"
 
 
 best = largest["fp16 autocast, fused"]
-said = {b: on_the_card(recipes["fp16 autocast, fused"], b) for b in ((best, best - 1) if lab.size == "normal" else (best,))}
+said = {b: on_the_card(recipes["fp16 autocast, fused"], b) for b in ((best, best - 1) if lab.size == "normal" else ())}
 for b, answer in said.items():
     print(f"{b} texts: {answer}")
-assert said[best] != "runs" == said.get(best - 1, "runs")
+assert not said or said[best] != "runs" == said[best - 1]
 short, long = (
-    memlab.compute("gpt2-medium", recipes["fp32, fused"].replace(micro_batch=2, sequence=s), "T4").peak_bytes for s in (400, 1024)
+    memlab.compute(medium, recipes["fp32, fused"].replace(micro_batch=2, sequence=s), "T4").peak_bytes for s in (400, 1024)
 )
 print(f"\n2 texts of 400 tokens: {format_bytes(short)}; 2 texts of 1,024 tokens: {format_bytes(long)}")
 
 # %% [markdown] id="margin-read"
-# The line is that of live tensors. CUDA's context, the allocator's rounding and its cache come on top, texts of other
-# lengths turn up (the longest decides, not the average), and cached blocks of the wrong sizes pile up over hours. Hence
-# a **margin**: find the limit with the longest text there is, then stay an eighth below.
+# By the line six texts fit, and the card takes five. The line is that of live tensors; CUDA's context, the allocator's
+# rounding and its cache come on top, texts of other lengths turn up (the longest decides, not the average), and cached
+# blocks of the wrong sizes pile up over hours. Hence a **margin**: find the limit with the longest text there is, then
+# stay an eighth below.
 #
 # And what is found is the *memory limit*, not the best batch. How many samples an update should see depends on how
 # noisy the gradient is and on the learning rate (McCandlish et al., arXiv:1812.06162); accumulation brings any
@@ -225,8 +229,23 @@ assert inside == after > before + MIB > let_go
 # %% [markdown] id="held-read"
 # The error holds its traceback, the traceback holds the frames of the functions that were left, and the frames hold `x`
 # and `hidden`. A notebook keeps the last error for you (`sys.last_value`): after an out-of-memory error in a cell,
-# memory can stay full until another error takes its place (reported as pytorch issue 27600). So leave `except` first,
-# then try again.
+# memory can stay full until another error takes its place ([pytorch
+# 27600](https://github.com/pytorch/pytorch/issues/27600)). So leave `except` first, then try again.
+
+# %% id="gpu"
+if lab.device.type == "cuda":
+    total = torch.cuda.get_device_properties(lab.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 6 * GIB / total), lab.device)
+    try:
+        for b in (2**i for i in range(10)):
+            measured = memlab.measure_step("gpt2", precision="fp32", micro_batch=b, sequence=256, device=lab.device)
+            print(f"{b:>4} texts of 256 tokens: peak {format_bytes(measured.peak_bytes)}")
+    except torch.OutOfMemoryError as error:
+        print(f"{b:>4} texts: {oom.read(str(error)).first.causes[0].label}: {str(error)[:100]}")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, lab.device)
+else:
+    print("no CUDA GPU here: a search that meets real out-of-memory errors, under a cap of 6 GiB, runs only on one")
 
 # %% [markdown] id="ex-7-1-text"
 # **Exercise 7.1** (2 points). Write the search: double until it fails, then halve the gap. Graded are the batch it
@@ -459,8 +478,7 @@ for every in (0, 4):
 # backward:
 #
 # * **tensor parallel** (TP): attention and MLP end in one all-reduce of $(bs, h)$ each, and so does the backward of
-#   each: 4. An all-reduce is a
-# reduce-scatter and an all-gather.
+#   each: 4. An all-reduce is a reduce-scatter and an all-gather.
 # * **ZeRO-3**: the block's weights are all-gathered for the forward, again for the backward, and their gradients
 #   reduce-scattered.
 # * **pipeline** (PP): a stage hands $(bs, h)$ on to the next, and gets its gradient back.
@@ -579,20 +597,21 @@ print("4 B: a gathered weight and its gradient, 16 bit; while it is at work, the
 #
 # *The answer one hears: yes, it is mathematically equivalent. It needs special instructions, such as Tensor Cores.*
 #
-# **Same inputs, eager and fused: equal to the last bit? Within 1e-6? And does a fused kernel run on this machine, if it
-# has no GPU?**
+# **Same inputs, eager and fused: equal to the last bit? To six digits? And does a fused kernel run on this machine, if
+# it has no GPU?**
 
 # %% id="q5-run"
 torch.manual_seed(lab.seed)
-q, k, v = (torch.randn(2, 4, 256, 32, requires_grad=True) for _ in range(3))
+where = lab.device_for("values of attention")
+q, k, v = (torch.randn(2, 4, 256, 32, device=where, requires_grad=True) for _ in range(3))
 written = attention.eager(q, k, v)
 fused = F.scaled_dot_product_attention(q, k, v)
 gap = (written - fused).abs().max().item()
 print(f"torch.equal: {torch.equal(written, fused)}, largest difference {gap:.1e}")
-print(f"on a CPU it is {fused.grad_fn.name()}")
+print(f"on {where.type} the fused one is {fused.grad_fn.name()}")
 print(f"by the tiles of chapter 4, in Python: off by {(attention.tiled(q, k, v) - written).abs().max():.1e}")
 print(f"the package flash_attn: {attention.flash_unavailable(q) or 'can run here'}")
-assert gap < 1e-5
+assert gap < 1e-4
 
 # %% [markdown] id="q5-read"
 # Exact in real arithmetic; in floating point another order of sums, another last digit. (The backward of the CUDA
@@ -848,7 +867,7 @@ for name, b, s, how, every in cases:
 # softmax in both formats. Where neither activations nor logits decide, nothing is saved.
 #
 # **3. "`model.eval()` saves the memory of the activations."** ([torchinfo
-# 149](https://github.com/TylerYep/torchinfo/issues/149): 50 GB expected, 15 seen)
+# 149](https://github.com/TylerYep/torchinfo/issues/149): 50 GB computed, 15 seen in evaluation)
 
 # %% id="myth-eval"
 for name in ("train()", "eval()", "eval() and no_grad()"):
@@ -926,8 +945,9 @@ for run in (runs_on_t4[0], runs_on_t4[len(runs_on_t4) // 2], runs_on_t4[-1]):
 # False. `nvidia-smi` sees what the process has taken from the driver: tensors, the allocator's cache, and CUDA's
 # context.
 #
-# **8. "Out of memory? Call `torch.cuda.empty_cache()`."** A card of 100 MiB, 60 of them in tensors and 30 in cached
-# blocks; a request for 50.
+# **8. "Out of memory? Call `torch.cuda.empty_cache()`."** (PyTorch documents [what it does and what it
+# doesn't](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).) A card of 100 MiB, 60 of
+# them in tensors and 30 in cached blocks; a request for 50.
 
 # %% id="myth-cache"
 card = allocator.Allocator(capacity=100 * MIB)
@@ -954,7 +974,7 @@ assert card.reserved == 60 * MIB and card.ooms == 2
 cures = {"no cure": {}, "skips": {"skip": True}, "Xavier init alone": {"init": "xavier"}, "LayerNorm alone": {"norm": "layer"},
          "BatchNorm alone": {"norm": "batch"}}  # fmt: skip
 for name, cure in cures.items():
-    print(f"{name:20}gradient at the input: {residual.gradient_norms(**cure)[0]:.1e}")
+    print(f"{name:20}gradient at the input: {residual.gradient_norms(lab.pick(smallest=20, normal=50), **cure)[0]:.1e}")
 
 # %% [markdown] id="myth-skip-read"
 # Half true. Skips keep gradients alive; so does an init or a norm alone. What He et al. solved with skips was that
@@ -993,30 +1013,30 @@ print(f"by the article's formulas {format_bytes(article)}, measured {format_byte
 
 
 def kept_by_a_block(spec):
-    """(shape of the storage's first view, elements) of each tensor that autograd keeps of one block."""
+    """Elements of each tensor that autograd keeps of one block, parameters left out."""
     block, kept = faq.probe(spec).blocks[0], {}
     own = {p.untyped_storage()._cdata for p in block.parameters()}
-    x = torch.randn(spec.batch, spec.tokens, spec.hidden, requires_grad=True)
 
     def pack(t):
-        storage = t.untyped_storage()
-        if storage._cdata not in own:
-            kept.setdefault(storage._cdata, (t, storage.nbytes() // 4))
+        if t.untyped_storage()._cdata not in own:
+            kept[t.untyped_storage()._cdata] = t, t.untyped_storage().nbytes() // 4
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = block(x)
-    del y
-    return [(tuple(t.shape), elements) for t, elements in kept.values()]
+        y = block(torch.randn(spec.batch, spec.tokens, spec.hidden, requires_grad=True))
+    assert y.requires_grad
+    return [elements for _, elements in kept.values()]
 
 
-names = {n * h: "n h", n * f: "n f", 3 * n * h: "3 n h", n: "n", spec.batch * spec.heads * spec.tokens**2: "batch heads tokens^2",
-         spec.batch * spec.heads * spec.tokens: "batch heads tokens"}  # fmt: skip
-for changes in ({}, {"attention": "sdpa", "activation": "relu"}):
-    sizes = [elements for _, elements in kept_by_a_block(spec._replace(**changes))]
-    counts = {name: sizes.count(elements) for elements, name in names.items() if elements in sizes}
-    title = f"{spec._replace(**changes).attention}, {spec._replace(**changes).activation}"
-    print(f"{title:12}" + " + ".join(f"{count} x ({name})" for name, count in counts.items()) + f" = {format_bytes(4 * sum(sizes))}")
+heads = spec.batch * spec.heads
+names = {n * h: "n h", 3 * n * h: "3 n h", n * f: "n f", heads * spec.tokens**2: "batch heads tokens^2",
+         heads * spec.tokens: "batch heads tokens", n: "n"}  # fmt: skip
+for other in (spec, spec._replace(attention="sdpa", activation="relu")):
+    sizes = kept_by_a_block(other)
+    counts = {name: sizes.count(elements) for elements, name in names.items()}
+    text = " + ".join(f"{count} x ({name})" for name, count in counts.items() if count)
+    print(f"{other.attention}, {other.activation}: {text} = {format_bytes(4 * sum(sizes))}")
+    assert sum(elements * counts[name] for elements, name in names.items()) == sum(sizes)
 
 # %% [markdown] id="kinds-text"
 # Three specs for practice, one of each kind: bound by states, by scores, by logits. **In which phase is the peak of
@@ -1029,7 +1049,7 @@ practice = {
     "logits": faq.Spec(3, 160, 128, 8, 256, 6, 4000, "gelu", "sdpa", True, "momentum"),
 }
 kinds = {}
-for name, case in practice.items():
+for name, case in list(practice.items())[: lab.pick(smallest=1, normal=3)]:
     kinds[name] = faq.probe_trace(case)
     print(f"{name}: Spec({', '.join(map(repr, case))})")
     print(f"    peak {kinds[name].peak_bytes:,} B, in {kinds[name].peak_phase}")
@@ -1040,11 +1060,11 @@ plots.consumers(kinds, title="Three models, three bottlenecks: what is alive at 
 # hidden models are run: one bound by its states, one by attention's scores, one by its logits. Nothing may be run for
 # it: the prediction is made under a meter.
 #
-# *Hints.* The peak is the largest of a few moments, not a sum. When the loss's backward begins, everything kept is
-# alive, with log-softmax, logits' gradient and one more tensor of their size. In the backward of the last block nearly
-# everything kept is still there. When the first block's backward ends, all gradients are. In the optimizer step a
-# foreach AdamW has one more tensor for each parameter. A checkpointed block keeps its input, and everything else when
-# its turn comes.
+# *Hints.* The peak is the largest of four moments, not a sum. *When the loss's backward begins*, everything kept is
+# alive, and three tensors of (n, classes): log-softmax, and two gradients. *In the last block's backward* nearly
+# everything kept still is; eager attention makes two more tables of scores there, and a checkpointed block, of which
+# only the input was kept, has everything again. *When the first block's backward ends*, all gradients are there, and
+# what one block keeps. *In the optimizer step* a foreach AdamW has one more tensor for each parameter.
 
 
 # %% id="ex-7-6" exercise="7.6"
@@ -1067,12 +1087,11 @@ def predict_peak(spec):
     inside = 8 * n * h + mlp + scores
     kept = spec.blocks * (n * h if spec.checkpoint else inside)
     again = inside if spec.checkpoint else 0
-    loss = always + kept + 2 * n * h + 3 * n * v
-    last_mlp = always + kept + again + h * v + 2 * n * h + n * f
-    last_attention = last_mlp - n * f - mlp + 2 * h * f - 3 * n * h + (2 * scores if eager else 3 * n * h)
+    loss = always + kept + 3 * n * v
+    last_block = always + kept + again + (2 * scores if eager else 0)
     first_block = always + weights + inside
     step = always + weights + (weights if spec.optimizer == "adamw-foreach" else 0)
-    return 4 * max(loss, last_mlp, last_attention, first_block, step)
+    return 4 * max(loss, last_block, first_block, step)
     ### END SOLUTION
 
 # %% id="check-7-6" check="7.6"
@@ -1091,15 +1110,15 @@ fused_step = wish.replace(attention="sdpa")
 half = fused_step.replace(precision="amp-fp16")
 small = half.replace(micro_batch=4, accumulation=2)
 steps = {"as it was": wish, "fused attention": fused_step, "fp16 autocast": half, "4 texts, twice": small}
-peaks = {name: memlab.compute("gpt2-medium", recipe, "T4") for name, recipe in steps.items()}
+peaks = {name: memlab.compute(medium, recipe, "T4") for name, recipe in steps.items()}
 for name, peak in peaks.items():
     print(f"{name:18}{format_bytes(peak.peak_bytes):>11}, peak in {peak.peak_phase}")
 plots.consumers(peaks, capacity=t4.memory_bytes, title="Scores, then 16 bits, then the batch: 8 texts fit")
 
 # %% id="fits-card"
-last = memlab.trace_step("gpt2-medium", small, gpu="T4")
+last = memlab.trace_step(medium, small, gpu="T4")
 print(f"ran on a virtual T4: peak {format_bytes(last.peak_bytes)} of {format_bytes(t4.memory_bytes)}, in {last.peak_phase}")
-assert last.peak_bytes < 0.9 * t4.memory_bytes < peaks["fp16 autocast"].peak_bytes
+assert last.peak_bytes < 0.9 * t4.memory_bytes < peaks["as it was"].peak_bytes
 plots.timeline(last, budget=t4.memory_bytes, title="8 texts in two micro-batches: it fits, with room to spare")
 
 # %% [markdown] id="written-text"
@@ -1109,8 +1128,8 @@ plots.timeline(last, budget=t4.memory_bytes, title="8 texts in two micro-batches
 # in the third epoch:
 #
 # > CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 23.70 GiB of which 250.00 MiB is free.
-# > Including non-PyTorch memory, this process has 23.40 GiB memory in use. Of
-# > the allocated memory 22.40 GiB is allocated by PyTorch, and 450.00 MiB is reserved by PyTorch but unallocated.
+# > Including non-PyTorch memory, this process has 23.40 GiB memory in use. Of the allocated memory 22.40 GiB is
+# > allocated by PyTorch, and 450.00 MiB is reserved by PyTorch but unallocated.
 #
 # They propose, in this order: `expandable_segments:True`, because the message says so; `empty_cache()` after every
 # step; checkpointing, though they fear for the accuracy of their model, which has Dropout and BatchNorm. What do you

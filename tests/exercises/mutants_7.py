@@ -98,10 +98,10 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "7.6": {
         "the article's 16 bytes and one activation": [
-            ("return 4 * max(loss, last_mlp, last_attention, first_block, step)", "return 16 * spec.blocks * 2 * h * h + 4 * spec.blocks * n * h")
+            ("return 4 * max(loss, last_block, first_block, step)", "return 16 * spec.blocks * 2 * h * h + 4 * spec.blocks * n * h")
         ],
-        "the sum of all": [("4 * max(loss, last_mlp, last_attention, first_block, step)", "4 * (always + weights + kept + again + 3 * n * v)")],
-        "no activations": [("4 * max(loss, last_mlp, last_attention, first_block, step)", "4 * max(first_block - inside, step)")],
+        "the sum of all": [("4 * max(loss, last_block, first_block, step)", "4 * (always + weights + kept + again + 3 * n * v)")],
+        "no activations": [("4 * max(loss, last_block, first_block, step)", "4 * max(first_block - inside, step)")],
         "foreach forgotten": [('(weights if spec.optimizer == "adamw-foreach" else 0)', "0")],
         "no scores": [("(spec.tokens if eager else 1)", "1")],
         "checkpointing forgotten": [("(n * h if spec.checkpoint else inside)", "inside")],

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from memlab import widgets
 from memlab.exercises import Score, collect, exercises, faq, rate, wide
+from memlab.models import model
 from tests.exercises import evidence, mutant, score, solution, untouched
 from tests.exercises.mutants_7 import CHAPTER, MUTANTS
 
@@ -303,3 +305,22 @@ def test_a_measured_peak_that_no_model_has_earns_nothing() -> None:
         "said": {name: {"value": {"said": 1000, "ran": 0}} for name in specs},
     }
     assert rate(exercise, forged).points == 0
+
+
+# -- the explorer ----------------------------------------------------------------------------------------
+
+
+def test_the_explorer_counts_as_the_exercise_does() -> None:
+    explorer = widgets.traffic("llama2-70b", ranks=8)
+    config = model("llama2-70b")
+    sent = widgets._sent(config, 4096, 8)  # type: ignore[arg-type]
+    assert sent["tensor parallel"] == faq.sent_expected("tp", 4096, 8192, 8, 80, 2)
+    assert sent["pipeline"] == faq.sent_expected("pp", 4096, 8192, 8, 80, 2)
+    assert sent["ZeRO-3"] == 3 * 2 * config.parameter_count * 7 // 8
+    assert "tensor parallel sends" in explorer.twin.finding and "39,468 tokens" in explorer.twin.note
+    changed = explorer.show({**explorer.start, "micro_batch": 32}, explorer.start)
+    assert "ZeRO-3 sends" in changed.finding and "1 → 32" in changed.note
+    with pytest.raises(ValueError, match="no row of equal blocks"):
+        widgets.traffic("resnet50")
+    with pytest.raises(ValueError, match="at least 2"):
+        widgets.traffic(ranks=1)
