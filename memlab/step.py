@@ -30,6 +30,7 @@ from memlab import models
 from memlab.models import ConvConfig, TransformerConfig
 from memlab.nets import DTYPES, Net, build
 from memlab.recipe import BLOCK_8BIT, MIN_8BIT, Recipe, RecipeError
+from memlab.techniques.precision import MasterWeights
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -171,34 +172,6 @@ def make_optimizer(recipe: Recipe, parameters: list[Tensor]) -> torch.optim.Opti
     if recipe.master_dtype is None:
         return make[recipe.optimizer](parameters)
     return MasterWeights(parameters, make[recipe.optimizer])
-
-
-class MasterWeights(torch.optim.Optimizer):
-    """16-bit parameters and gradients, the optimizer on an fp32 copy of each parameter ("master weights").
-
-    A bf16 weight has 8 bits of mantissa: an update below 1/256 of it would be lost, and most are
-    (Micikevicius et al., arXiv:1710.03740, section 3.1). During `step` all gradients exist a second time in
-    fp32.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], make: Make) -> None:
-        super().__init__(parameters, {})
-        self.parameters: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
-        for p in self.parameters:
-            self.state[p]["master"] = p.detach().float()
-        self.inner = make([self.state[p]["master"] for p in self.parameters])
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.parameters:
-            master = self.state[p]["master"]
-            master.grad = None if p.grad is None else p.grad.float()
-        self.inner.step()
-        for p in self.parameters:
-            master = self.state[p]["master"]
-            master.grad = None
-            p.copy_(master)
-            self.state[p].update(self.inner.state[master])
 
 
 class AdamW8bit(torch.optim.Optimizer):

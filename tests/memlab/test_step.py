@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memlab.models import TransformerConfig, model
 from memlab.recipe import BLOCK_8BIT, MIN_8BIT, Recipe, RecipeError
-from memlab.step import AdamW8bit, MasterWeights, workload
+from memlab.step import AdamW8bit, workload
+from memlab.techniques.precision import MasterWeights
 
 torch.set_num_threads(1)
 
