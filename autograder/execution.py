@@ -27,9 +27,6 @@ from memlab.units import MB, format_bytes
 #: Kernels that one submission may lose before the rest of it isn't run any more.
 MAX_DEATHS = 3
 
-#: Seconds for a kernel to come back after an interrupt.
-GRACE = 5
-
 #: What a cell may show; anything else a kernel sends (scripts, widgets) is left out.
 _SHOWN = (
     "text/plain", "text/html", "text/markdown", "text/latex",
@@ -39,14 +36,15 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds and bytes of output for one submission.
+    """Seconds and bytes of output for one submission; after an interrupt a kernel has `grace_seconds`.
 
     The longest check allows an answer 60 s. Past `cell_output` the rest of a cell's output is left out, past
     `flood` the cell is interrupted.
     """
 
     cell_seconds: float = 90
-    notebook_seconds: float = 900
+    notebook_seconds: float = 600
+    grace_seconds: float = 5
     cell_output: int = 200_000
     notebook_output: int = 2_000_000
     evidence: int = 4 * MB
@@ -139,8 +137,7 @@ class _Run:
         self.count += 1
         cell.execution_count = self.count
         if number:
-            self._note(number, watch.after())
-            self._note(number, watch.canary(number, cell.source, self.seed))
+            self._note(number, watch.after(number, cell.source, self.seed))
 
     def _note(self, number: str, findings: list[str]) -> None:
         self.tampered += [(number, finding) for finding in findings]
@@ -311,6 +308,8 @@ class _Client:
                 for channel, kind, _, _, _ in self._messages(50):
                     answered |= channel == "shell" and kind == "kernel_info_reply"
                     published |= channel == "iopub"
+            if self.kernel.poll() is not None:
+                raise _Stopped(str(self.kernel.ended))
             if time.monotonic() > until:
                 raise _Stopped(f"no answer within {seconds:g} s")
 
@@ -350,7 +349,7 @@ class _Client:
                     break  # the reply is here and the channel of outputs stays silent: go on without it
                 if why:
                     raise _Stopped(f"{why}, and an interrupt didn't help")
-                why, until = f"no answer within {seconds:g} s", now + GRACE
+                why, until = f"no answer within {seconds:g} s", now + sink.budget.grace_seconds
                 self.kernel.interrupt()
             quiet = True
             for channel, kind, parent, content, size in self._messages(200):
@@ -367,10 +366,12 @@ class _Client:
                 elif channel == "iopub":
                     sink.add(kind, content)
             if sink.received > sink.budget.flood and not why and reply is None:
-                why, until = f"it printed more than {format_bytes(sink.budget.flood)}", now + GRACE
+                why, until = f"it printed more than {format_bytes(sink.budget.flood)}", now + sink.budget.grace_seconds
                 self.kernel.interrupt()
             if quiet and self.kernel.poll() is not None:
                 raise _Stopped(_death(self.kernel.ended or ""))
+        if not idle:  # a message was too large and ended the connection
+            self.wait_until_ready(seconds)
         return reply
 
     def _messages(self, milliseconds: int) -> Iterator[tuple[str, str, str, Mapping[str, Any] | None, int]]:

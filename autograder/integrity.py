@@ -94,36 +94,24 @@ class Watch:
 
     def before(self, seed: int) -> list[str]:
         """Before a check, whose hidden inputs come from `seed`: the kernel learns it only now."""
-        found = self._compare()
-        status, _, _ = self._ask("assert 1 == 2", "")
-        if status != "AssertionError":
-            found.append(f"an assertion that must fail ends as {status!r}")
-        self._set_seed(seed)
-        return found
+        status, digest, _ = self._ask(_SET_SEED.format(seed), _DIGEST)
+        found = [] if status == "ok" else ["an assertion that must fail doesn't"]
+        return found + self._compare(digest)
 
-    def after(self) -> list[str]:
-        """After a check."""
-        return self._compare()
-
-    def canary(self, number: str, source: str, seed: int) -> list[str]:
-        """A wrong answer to the same exercise, through the kernel's own check."""
+    def after(self, number: str, source: str, seed: int) -> list[str]:
+        """After a check: a wrong answer to the same exercise, through the kernel's own check, and a look."""
         own = canary_seed(seed, number)
-        self._set_seed(own)
         wrong = random.Random(own).choice(_WRONG)
         answers = ", ".join([wrong] * _answers(source))
-        _, _, outputs = self._ask(f'__import__("memlab").check("{number}", {answers})', "")
-        self._set_seed(0)
+        _, digest, outputs = self._ask(_CANARY.format(own, number, answers), _DIGEST)
+        found = self._compare(digest)
         evidence = evidence_of(outputs, number, own)
         exercise = exercises(number.partition(".")[0])[number]
         if evidence is not None and rate(exercise, evidence).points >= exercise.points:
-            return [f"a wrong answer ({wrong}) earns full points"]
-        return []
+            found.append(f"a wrong answer ({wrong}) earns full points")
+        return found
 
-    def _set_seed(self, seed: int) -> None:
-        self._ask(f'__import__("os").environ["MEMLAB_CHECK_SEED"] = "{seed}"', "")
-
-    def _compare(self) -> list[str]:
-        _, digest, _ = self._ask("", _DIGEST)
+    def _compare(self, digest: str) -> list[str]:
         if digest == self._digest and digest:
             return []
         now = self._everything()
@@ -143,6 +131,24 @@ class Watch:
             return {}
         return found if isinstance(found, dict) else {}
 
+
+_SET_SEED = """
+try:
+    assert 1 == 2
+except AssertionError:
+    __import__("os").environ["MEMLAB_CHECK_SEED"] = "{}"
+else:
+    raise AssertionError
+"""
+_CANARY = """
+__import__("os").environ["MEMLAB_CHECK_SEED"] = "{}"
+try:
+    __import__("memlab").check("{}", {})
+except BaseException:
+    pass
+finally:
+    __import__("os").environ["MEMLAB_CHECK_SEED"] = "0"
+"""
 
 #: Answers that are right for no exercise.
 _WRONG = ("None", "'?'", "lambda *a, **k: None")

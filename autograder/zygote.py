@@ -77,7 +77,7 @@ def main() -> None:
                 keeper, verdict = _fork_keeper(control, request["start"]), ""
                 control.send(b'{"started": true}')
             elif keeper:
-                name = signal.SIGINT if request["signal"] == "interrupt" else signal.SIGKILL
+                name = signal.SIGINT if request["signal"] == "interrupt" else signal.SIGTERM
                 _send_signal(keeper, name)
         if keeper:
             ended, status = os.waitpid(keeper, os.WNOHANG)
@@ -85,11 +85,12 @@ def main() -> None:
                 why = verdict or _read_status(status)
                 keeper = 0
                 control.send(json.dumps({"ended": why}).encode())
-            elif not verdict and _memory_below(keeper) > limit:
+            elif not verdict and _uses_more_than(limit, keeper):
                 verdict = "too much memory"
-                _send_signal(keeper, signal.SIGKILL)
+                _send_signal(keeper, signal.SIGTERM)
     if keeper:
-        _send_signal(keeper, signal.SIGKILL)
+        _send_signal(keeper, signal.SIGTERM)
+        os.waitpid(keeper, 0)
 
 
 def _send_signal(process: int, name: signal.Signals) -> None:
@@ -119,8 +120,8 @@ def _read_status(status: int) -> str:
 # -- memory of a submission --------------------------------------------------------------------------------
 
 
-def _memory_below(root: int) -> int:
-    """Bytes that the processes below `root` hold for themselves; pages shared with the zygote count once."""
+def _uses_more_than(limit: int, root: int) -> bool:
+    """Whether `root` and the processes below it hold more bytes; pages shared with the zygote count in part."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -139,8 +140,8 @@ def _memory_below(root: int) -> int:
         with contextlib.suppress(OSError, ValueError, IndexError):
             _, resident, shared = Path(f"/proc/{process}/statm").read_text("ascii").split()[:3]
             total += (int(resident) - int(shared)) * page
-    # only where the cheap upper bound is high is the dear, exact number read
-    return total if total < 1 << 30 else _memory_of(found)
+    # only where the cheap upper bound is too high is the dear, exact number read
+    return total > limit and _memory_of(found) > limit
 
 
 def _memory_of(processes: list[int]) -> int:
@@ -172,7 +173,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _fork_keeper(control: socket.socket, order: dict[str, Any]) -> int:
-    """The parent of init: it waits for it, and passes interrupts on."""
+    """The parent of init: it passes interrupts on, kills it when told to, and ends once all of it is gone."""
     keeper = os.fork()
     if keeper:
         return keeper
@@ -185,6 +186,7 @@ def _fork_keeper(control: socket.socket, order: dict[str, Any]) -> int:
         init = os.fork()
         if init == 0:
             _init(order)
+        signal.signal(signal.SIGTERM, lambda *_: _send_signal(init, signal.SIGKILL))
         _wait_for(init)
     except BaseException as error:
         _die(error)
@@ -268,7 +270,9 @@ def _drop_privileges(order: dict[str, Any]) -> None:
 def _limit(limits: dict[str, int]) -> None:
     for name in ("AS", "FSIZE", "NPROC", "CPU", "NOFILE", "CORE"):
         if name in limits:
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limits[name], limits[name]))
+            # past the soft limit of processor time comes SIGXCPU, which says why, then SIGKILL
+            hard = limits[name] + 5 if name == "CPU" else limits[name]
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limits[name], hard))
 
 
 def _kernel(order: dict[str, Any], to_init: int, from_init: int) -> NoReturn:
