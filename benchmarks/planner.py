@@ -3,9 +3,9 @@
     python -m benchmarks.planner [--json benchmarks/results/planner.json] [--only NAME]
 
 For each pair of model and cards: the verdict on the plain script by formula and by trace; the recommended
-recipe, which must run on the card; and the next cheaper one, which must not. The formula's error at each traced
-recipe is the planner's FORMULA_RESIDUAL. LLaMA-2-70B on eight cards starts from the recipe that is often
-printed for it: bf16 with fp32 masters, checkpointing, SDPA, ZeRO-3, one sequence at a time.
+recipe, which must run on the card; and the next cheaper one, which must not. The formula's error at each
+traced recipe is the planner's FORMULA_RESIDUAL. LLaMA-2-70B on eight cards starts from the recipe that is
+often printed for it: bf16 with fp32 masters, checkpointing, SDPA, ZeRO-3, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def line(row: dict[str, Any]) -> str:
     )
     return (
         f"{row['pair']:<30} start {'fits' if row['start_fits_by_formula'] else 'no':<5} "
-        f"best {format_gb(best['peak_bytes']):>9} traced {format_gb(row['best_traced_bytes']):>9} {error:+.2%}  "
+        f"best {format_gb(best['peak_bytes']):>9} traced {format_gb(row['best_traced_bytes']):>9} "
+        f"{error:+.2%}  "
         f"{cheaper}, {len(row['tried'])} traced, {row['searched']:,} recipes in {row['plan_seconds']:.1f} s  "
         f"{'agrees' if agrees(row) else 'DIFFERS'}"
     )

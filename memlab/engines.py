@@ -232,7 +232,7 @@ def _fsdp2(config: Any, r: Recipe, each: int, source: str) -> Export:
         "",
         "",
         "def batches(config, device):",
-        '    """Random ones: put your data loader here. Each data-parallel rank must read a part of its own."""',
+        '    """Random ones: put your data loader here, a part of its own for each data-parallel rank."""',
         "    while True:",
     ]
     if transformer:
@@ -290,7 +290,7 @@ def _refuse_fsdp2(r: Recipe, fully: bool) -> None:
         raise EngineError("fsdp2: PyTorch doesn't offload to NVMe: use deepspeed")
     if r.offloaded("parameters") and not (r.offloaded("gradients") and r.offloaded("optimizer_states")):
         raise EngineError(
-            "fsdp2: CPUOffloadPolicy moves parameters, gradients and optimizer states together: name all three"
+            "fsdp2: CPUOffloadPolicy moves parameters, gradients and optimizer states together: name all"
         )
     if r.offloaded("parameters") and not fully:
         raise EngineError("fsdp2: CPUOffloadPolicy belongs to fully_shard: set zero_stage to 3")
@@ -300,7 +300,7 @@ def _refuse_fsdp2(r: Recipe, fully: bool) -> None:
         )
     if r.master_dtype and not fully:
         raise EngineError(
-            "fsdp2: bf16 weights with fp32 masters are fully_shard's (zero_stage 2 or 3): use amp-bf16, or deepspeed"
+            "fsdp2: bf16 weights with fp32 masters are fully_shard's (zero_stage 2 or 3): use amp-bf16"
         )
     if fully and r.autocast:
         raise EngineError(
@@ -369,9 +369,10 @@ def _main(config: Any, r: Recipe) -> list[str]:
             "            part.register_buffer(name, buffer.to(device))",
         ]
     if not fully and not alone:
-        body.append(
-            "    trained = torch.nn.parallel.DistributedDataParallel(net, device_ids=[device] if cuda else None)"
-        )
+        body += [
+            "    devices = [device] if cuda else None",
+            "    trained = torch.nn.parallel.DistributedDataParallel(net, device_ids=devices)",
+        ]
     body += _optimizer(r)
     if r.grad_scaler:
         body.append("    scaler = torch.amp.GradScaler(device.type)")
@@ -487,8 +488,8 @@ def _accelerate(config: Any, r: Recipe, each: int, source: str) -> Export:
         )
     if r.offload and not (r.offloaded("parameters") and r.offloaded("optimizer_states")):
         raise EngineError(
-            "accelerate: fsdp_offload_params moves parameters, gradients and optimizer states together, nothing"
-            " else: use deepspeed"
+            "accelerate: fsdp_offload_params moves parameters, gradients and optimizer states together, and "
+            "nothing else: use deepspeed"
         )
     if "nvme" in {item.partition(":")[2] for item in r.offload}:
         raise EngineError("accelerate: FSDP doesn't offload to NVMe: use deepspeed")
@@ -496,7 +497,7 @@ def _accelerate(config: Any, r: Recipe, each: int, source: str) -> Export:
         raise EngineError("accelerate: has no switch to offload activations: use fsdp2")
     if r.master_dtype and r.zero_stage == 0:
         raise EngineError("accelerate: bf16 weights with fp32 masters need FSDP or DeepSpeed: use amp-bf16")
-    nodes, gpus = _nodes(r, each)
+    nodes, _ = _nodes(r, each)
     mixed = "bf16" if r.precision in ("amp-bf16", "bf16-master") else "fp16" if r.grad_scaler else "no"
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -523,9 +524,10 @@ def _accelerate(config: Any, r: Recipe, each: int, source: str) -> Export:
         }
     check("accelerate", values)
     notes = [
-        f"in your script: Accelerator(gradient_accumulation_steps={r.accumulation}), batch size {r.micro_batch}, "
+        f"in your script: Accelerator(gradient_accumulation_steps={r.accumulation}), "
+        f"batch size {r.micro_batch}, "
         f"{_optimizer_words(r)}",
-        "on a machine without GPUs `accelerate launch` starts the processes and doesn't shard: test with torchrun",
+        "without GPUs `accelerate launch` starts the processes and doesn't shard: test with torchrun",
     ]
     if r.precision == "bf16":
         notes.append("pure bf16: load the model with dtype=torch.bfloat16")
@@ -662,7 +664,7 @@ def _torchtitan(config: Any, r: Recipe, each: int, source: str) -> Export:
         raise EngineError(f"torchtitan: its optimizers are Adam and AdamW, not {r.optimizer}")
     if r.offload and not r.offloaded("parameters"):
         raise EngineError(
-            "torchtitan: enable_cpu_offload moves parameters, gradients and optimizer states together, nothing else"
+            "torchtitan: enable_cpu_offload moves parameters, gradients and optimizer states, all or none"
         )
     if "nvme" in {item.partition(":")[2] for item in r.offload} or r.offloaded("activations"):
         raise EngineError("torchtitan: offloads to host memory, and no activations: use deepspeed or fsdp2")
@@ -676,7 +678,6 @@ def _torchtitan(config: Any, r: Recipe, each: int, source: str) -> Export:
     check("torchtitan", degrees, world_size=r.world_size)
     kinds = {"none": None, "full": "FullAC", "every-1": "FullAC", "selective": "SelectiveAC"}
     kind = kinds[r.checkpointing]
-    nodes, gpus = _nodes(r, each)
     batch = r.micro_batch * r.accumulation * r.data_parallel
     lines = [
         f'"""{config.name} on {r.world_size} GPUs for torchtitan 0.3.',
@@ -695,7 +696,7 @@ def _torchtitan(config: Any, r: Recipe, each: int, source: str) -> Export:
         "def plan() -> Trainer.Config:",
         f"    config = {function}()",
         f"    config.training.local_batch_size = {r.micro_batch}",
-        f"    config.training.global_batch_size = {batch}  # {r.accumulation} micro-batches on {r.data_parallel}",
+        f"    config.training.global_batch_size = {batch}",
         f"    config.training.seq_len = {r.sequence}",
         f'    config.training.dtype = "{dtype}"',
         f'    config.training.mixed_precision_param = "{mixed}"',
@@ -798,8 +799,8 @@ def _check_accelerate(values: Mapping[str, Any], world_size: int | None) -> None
         "fsdp_transformer_layer_cls_to_wrap"
     ):
         raise EngineError(
-            "accelerate: TRANSFORMER_BASED_WRAP without fsdp_transformer_layer_cls_to_wrap may wrap the whole model"
-            " as one block"
+            "accelerate: TRANSFORMER_BASED_WRAP without fsdp_transformer_layer_cls_to_wrap may wrap the "
+            "whole model as one block"
         )
 
 

@@ -4,15 +4,15 @@
 
 Three questions, answered apart:
 
-* `steps`: the seven levers in their order, from the recipe you have: what each moves, what it costs, and why it
-  was taken or not;
-* `candidates`: every valid recipe, ranked by seconds per effective batch under a cost model that is all on view
-  (`Assumptions`); `best` is the cheapest that fits;
+* `steps`: the seven levers in their order, from the recipe you have: what each moves, what it costs, and why
+  it was taken or not;
+* `candidates`: every valid recipe, ranked by seconds per effective batch under a cost model that is all on
+  view (`Assumptions`); `best` is the cheapest that fits;
 * `bound`: which part stands in the way: states, activations or logits.
 
-Bytes are `footprint`'s, plus what PyTorch's engines keep beside a step's own tensors (`engine_terms`). A recipe
-`fits` when its peak and the stated uncertainty fit the card; between that and the card's capacity it is
-`tight`: too close for a closed form, and a trace decides (`memlab plan` runs it).
+Bytes are `footprint`'s, plus what PyTorch's engines keep beside a step's own tensors (`engine_terms`). A
+recipe `fits` when its peak and the stated uncertainty fit the card; between that and the card's capacity it
+is `tight`: too close for a closed form, and a trace decides (`memlab plan` runs it).
 
 Cost model. All parts are added, as if nothing overlapped: an upper bound, the same for every recipe.
 
@@ -35,7 +35,7 @@ from __future__ import annotations
 import heapq
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import product
@@ -228,7 +228,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """What traces said: `best` runs on the card; `tried` are (candidate, traced peak; None: out of memory)."""
+    """What traces said: `best` runs; `tried` are (candidate, traced peak or None: out of memory)."""
 
     best: Candidate | None
     tried: tuple[tuple[Candidate, int | None], ...]
@@ -375,12 +375,12 @@ class Plan:
 # -- the question ----------------------------------------------------------------------------------------
 
 
-#: Held back where no report of the card's context is known. Reports run from 0.14 GB (T4, CUDA 12, which loads
-#: kernels when they're used) to 1.4 GB (V100, CUDA 11.2, which loaded all of them).
+#: Held back where no report of the card's context is known. Reports run from 0.14 GB (T4, CUDA 12, which
+#: loads kernels when they're used) to 1.4 GB (V100, CUDA 11.2, which loaded all of them).
 ASSUMED_CONTEXT = 512 * 2**20
 
-#: How far formula and trace lie apart on a virtual card, and what the allocator's segments leave unused at the
-#: moment that decides; both from benchmarks/planner.py, rounded up.
+#: How far formula and trace lie apart on a virtual card, and what the allocator's segments leave unused at
+#: the moment that decides; both from benchmarks/planner.py, rounded up.
 FORMULA_RESIDUAL = 0.01
 ALLOCATOR_RESIDUAL = 0.015
 
@@ -410,9 +410,9 @@ def plan(
 
     effective_batch: sequences or images of one optimizer step over all GPUs; default: what `start` says, else
         one per GPU. sequence: tokens (images keep the model's size).
-    start: the recipe you have. Default: the plain script, fp32 with eager attention and the whole batch at once.
-        Its world_size becomes `count`.
-    host_bytes, nvme_bytes: what a machine has for offload. Host memory isn't limited if None; NVMe isn't used.
+    start: the recipe you have. Default: the plain script, fp32 with eager attention and the whole batch at
+        once. Its world_size becomes `count`.
+    host_bytes, nvme_bytes: what a machine has for offload. None: host memory isn't limited, NVMe not used.
     intra_link, inter_link: between GPUs of one machine, and of two; by default the card's own and `NETWORKS`.
     mfu: see `Assumptions`.
     allow: {field of Recipe: values that may be used}, to narrow the search, or to widen it:
@@ -513,8 +513,8 @@ def _terms(
             EngineTerm(
                 "shards beside whole weights",
                 {"forward": kept, "backward": kept, "optimizer": kept - sizes.bytes},
-                "fully_shard(reshard_after_forward=False) keeps its shard beside the whole weights, and frees "
-                "these before the update",
+                "fully_shard(reshard_after_forward=False) keeps its shard beside the whole weights, and "
+                "frees these before the update",
             )
         )
     if recipe.zero_stage >= 2 and recipe.master_dtype and not recipe.offloaded("parameters"):
@@ -527,8 +527,8 @@ def _terms(
                     "backward": less + rows["backward"]["gradients"],
                     "optimizer": less + rows["optimizer"]["gradients"] - 4 * shard,
                 },
-                "fully_shard's MixedPrecisionPolicy gathers in bf16 from fp32 shards and keeps fp32 gradients: "
-                "no second copy, no cast",
+                "fully_shard's MixedPrecisionPolicy gathers in bf16 from fp32 shards and keeps fp32 "
+                "gradients: no second copy, no cast",
             )
         )
     return found
@@ -540,7 +540,7 @@ def _cublas(gpu: GPU) -> int:
 
 
 def _fullest(counts: Sequence[int], ranks: int) -> int:
-    """Values on the fullest rank, dealt out as ZeroRedundancyOptimizer does: largest first, to the emptiest."""
+    """Values on the fullest rank as ZeroRedundancyOptimizer deals: largest first, to the emptiest."""
     loads = [0] * min(ranks, len(counts))
     for n in sorted(counts, reverse=True):
         heapq.heapreplace(loads, loads[0] + n)
@@ -626,7 +626,7 @@ def _work(config: Config, recipe: Recipe) -> _Work:
     return _Work(**{name: n // micro for name, n in total.items()}, **kernels)
 
 
-#: Passes of the update over the tensors, beside a fused kernel's: AdamW's eight foreach operators against one.
+#: Passes of the update over the tensors, beside a fused kernel's: AdamW's eight operators against one.
 _UPDATE_PASSES = {"fused": 1.0, "foreach": 20 / 7, "for-loop": 20 / 7}
 #: Kernels of one parameter's update in a loop.
 _LOOP_KERNELS = 12
@@ -634,7 +634,7 @@ _LOOP_KERNELS = 12
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Seconds and bytes over links of a recipe: per sample, per micro-batch, per step; `floor` per micro-batch."""
+    """Seconds and bytes over links: per sample, per micro-batch, per step; `floor` per micro-batch."""
 
     sample: Mapping[str, float]
     micro: Mapping[str, float]
@@ -679,7 +679,8 @@ class _Family:
 def _way(recipe: Recipe) -> tuple[Any, ...]:
     adapters = recipe.lora_rank, recipe.base_weights
     return (
-        recipe.precision, recipe.optimizer, recipe.zero_stage, recipe.tensor_parallel, recipe.offload, *adapters
+        recipe.precision, recipe.optimizer, recipe.zero_stage, recipe.tensor_parallel, recipe.offload,
+        *adapters,
     )  # fmt: skip
 
 
@@ -826,7 +827,8 @@ class _Planner:
     def _work_of(self, recipe: Recipe, attention: str | None = None) -> _Work:
         attention = attention or recipe.attention
         key = (
-            recipe.precision, attention, recipe.dropout, recipe.sequence, recipe.image, recipe.tensor_parallel,
+            recipe.precision, attention, recipe.dropout, recipe.sequence, recipe.image,
+            recipe.tensor_parallel,
         )  # fmt: skip
         if key not in self._works:
             self._works[key] = _work(self.config, recipe.replace(attention=attention))
@@ -954,8 +956,8 @@ class _Planner:
         if key not in self._leaving:
             micro = 1 if self.transformer else 2
             plain = r.replace(
-                micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel, optimizer="sgd",
-                optimizer_impl="foreach", offload=("activations:cpu",),
+                micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel,
+                optimizer="sgd", optimizer_impl="foreach", offload=("activations:cpu",),
             )  # fmt: skip
             self._leaving[key] = self._walk(plain).host.get("activations", 0) // micro
         return self._leaving[key]
@@ -1048,7 +1050,7 @@ class _Planner:
             )
             yield family
 
-    def _options(self, name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    def _options(self, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
         return self.allow.get(name, tuple(values))
 
     def _recipes(self) -> Iterator[Recipe]:
@@ -1267,12 +1269,12 @@ class _Planner:
     def _nearest(self, families: Sequence[_Family]) -> Candidate | None:
         """Where nothing fits: the smallest peak among those that could be smallest."""
         small = [f for f in families if f.recipe.checkpointing not in ("none", "selective")]
-        held = {f.way + (f.recipe.optimizer_impl,): f.recipe for f in small}
+        held = {(*f.way, f.recipe.optimizer_impl): f.recipe for f in small}
         order = sorted(held, key=lambda key: sum(self._updating(held[key]).peaks["optimizer"].values()))[:6]
         tried = [
             (self.bytes(self._at(f, sizes[0])).peak, k, f, sizes[0])
             for k, f in enumerate(small)
-            if f.way + (f.recipe.optimizer_impl,) in order and f.recipe.attention != "eager"
+            if (*f.way, f.recipe.optimizer_impl) in order and f.recipe.attention != "eager"
             and (sizes := self._micro_batches(f.recipe))
         ]  # fmt: skip
         if not tried:
@@ -1494,7 +1496,8 @@ class _Planner:
             )
         return "activations", (
             f"at the peak ({rows.peak_phase}) activations and temporaries are {format_gb(kept)} of "
-            f"{format_gb(rows.peak)}: a smaller micro-batch, checkpointing and SDPA help, sharding states doesn't"
+            f"{format_gb(rows.peak)}: a smaller micro-batch, checkpointing and SDPA help, sharding states "
+            "doesn't"
         )
 
     def arithmetic(self) -> str:
@@ -1502,15 +1505,16 @@ class _Planner:
         row = found.phases[found.peak_phase]
         parts = " + ".join(f"{format_gb(row[c])} {c.replace('_', ' ')}" for c in CONSUMERS if row[c])
         left = self.usable - found.peak
-        card = f"{self.card.name} holds {format_gb(self.card.memory_bytes)}, {format_gb(self.context)} of it context"
+        whole, context = format_gb(self.card.memory_bytes), format_gb(self.context)
+        card = f"{self.card.name} holds {whole}, {context} of it context"
         verdict = f"{format_gb(-left)} too much" if left < 0 else f"{format_gb(left)} left"
         each = sum(t.bytes for t in r.state_tensors((MIN_8BIT * 256,))) / (MIN_8BIT * 256)
         p, g = DTYPE_BYTES[r.parameter_dtype], DTYPE_BYTES[r.gradient_dtype]
         shared = f", shared by {r.data_parallel} (ZeRO-{r.zero_stage})" if r.zero_stage else ""
         shared += f", split by {r.tensor_parallel} (tensor parallel)" if r.tensor_parallel > 1 else ""
         return (
-            f"{format_count(self.config.parameter_count)} parameters x ({p} + {g} + {each:.3g}) bytes of weights, "
-            f"gradients, optimizer states{shared}; at the peak ({found.peak_phase}): {parts} = "
+            f"{format_count(self.config.parameter_count)} parameters x ({p} + {g} + {each:.3g}) bytes of "
+            f"weights, gradients, optimizer states{shared}; at the peak ({found.peak_phase}): {parts} = "
             f"{format_gb(found.peak)}; {card}: {verdict}"
         )
 
@@ -1683,8 +1687,8 @@ def _page(plan: Plan, width: int) -> list[str]:
 
     cards = "1 card" if plan.count == 1 else f"{plan.count:,} cards"
     lines = wrapped(
-        f"{plan.model} ({format_count(plan.parameter_count)} parameters) on {cards} {plan.gpu.name}, effective "
-        f"batch {plan.effective_batch:,}"
+        f"{plan.model} ({format_count(plan.parameter_count)} parameters) on {cards} {plan.gpu.name}, "
+        f"effective batch {plan.effective_batch:,}"
         + (f" x {plan.start.sequence:,} tokens" if plan.start.sequence else "")
     )
     lines += ["", *wrapped(f"start: {brief(plan.start)}"), *wrapped(plan.arithmetic, "  ")]
@@ -1707,8 +1711,9 @@ def _page(plan: Plan, width: int) -> list[str]:
         lines += wrapped(f"best of {plan.searched:,} recipes: {brief(plan.best.recipe)}")
         parts = ", ".join(f"{name} {_seconds(value)}" for name, value in plan.best.cost.seconds.items())
         lines += wrapped(
-            f"peak {format_gb(plan.best.peak_bytes)} in {plan.best.peak_phase}, {format_gb(plan.best.margin_bytes)} "
-            f"left beyond the uncertainty; {_seconds(plan.best.seconds)} a batch: {parts}", "  ",
+            f"peak {format_gb(plan.best.peak_bytes)} in {plan.best.peak_phase}, "
+            f"{format_gb(plan.best.margin_bytes)} left beyond the uncertainty; "
+            f"{_seconds(plan.best.seconds)} a batch: {parts}", "  ",
         )  # fmt: skip
         if plan.best.numerics:
             lines += wrapped("changes training: " + "; ".join(plan.best.numerics), "  ")
@@ -1719,8 +1724,8 @@ def _page(plan: Plan, width: int) -> list[str]:
         lines.append(f"none of {plan.searched:,} recipes fits")
         if plan.nearest is not None:
             lines += wrapped(
-                f"the smallest: {brief(plan.nearest.recipe)}, peak {format_gb(plan.nearest.peak_bytes)}, host "
-                f"memory {format_gb(plan.nearest.host_bytes)} per machine", "  ",
+                f"the smallest: {brief(plan.nearest.recipe)}, peak {format_gb(plan.nearest.peak_bytes)}, "
+                f"host memory {format_gb(plan.nearest.host_bytes)} per machine", "  ",
             )  # fmt: skip
     if plan.candidates:
         lines += ["", _rank_row("ways that fit, cheapest first", "peak GB", "left GB", "a batch", width)]

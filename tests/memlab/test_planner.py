@@ -1,0 +1,394 @@
+"""The planner: its bytes are footprint's, its verdicts a virtual card's, its order the cost model's."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memlab import cli, hardware, models
+from memlab import planner as p
+from memlab.footprint import footprint
+from memlab.planner import plan
+from memlab.recipe import Recipe, RecipeError
+from memlab.units import CONSUMERS, GB, GIB, PHASES
+
+A100 = hardware.gpu("A100-80GB")
+
+
+def planner(model="gpt2", card=A100, count=1, batch=None, **options):
+    options = {"sequence": None, "start": None, "host_bytes": None, "nvme_bytes": None} | options
+    return p._Planner(
+        models.model(model), card, count, batch, options["sequence"], options["start"], options["host_bytes"],
+        options["nvme_bytes"], p._assume(card, None, None, 0.4), options.get("allow") or {},
+    )  # fmt: skip
+
+
+def small_card(gib, name="A100-80GB"):
+    return replace(hardware.gpu(name), memory_bytes=int(gib * GIB))
+
+
+RECIPES = st.builds(
+    dict,
+    precision=st.sampled_from(("fp32", "amp-bf16", "bf16", "bf16-master")),
+    optimizer=st.sampled_from(("sgd", "adamw", "adamw-8bit")),
+    micro_batch=st.integers(1, 5),
+    accumulation=st.integers(1, 3),
+    checkpointing=st.sampled_from(("none", "full", "every-4", "selective")),
+    attention=st.sampled_from(("sdpa", "eager")),
+    world_size=st.sampled_from((1, 4)),
+    zero_stage=st.integers(0, 3),
+    offload=st.sampled_from(((), ("optimizer_states:cpu",), ("activations:cpu",), ("gradients:cpu",))),
+)
+
+
+def recipe_of(fields):
+    try:
+        return Recipe(**fields, sequence=256).resolve(models.model("gpt2"))
+    except RecipeError:
+        return None
+
+
+# bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(RECIPES)
+def test_bytes_are_footprints_and_the_engines(fields):
+    recipe = recipe_of(fields)
+    if recipe is None:
+        return
+    whole = footprint("gpt2", recipe, A100)
+    terms = p.engine_terms(models.model("gpt2"), recipe, A100)
+    expected = {
+        phase: whole.phases[phase]["total"] + sum(term.bytes[phase] for term in terms) for phase in PHASES
+    }
+    assert planner().bytes(recipe).totals == expected
+
+
+def test_engine_terms_say_why():
+    recipe = Recipe(zero_stage=1, world_size=8)
+    terms = {term.name: term for term in p.engine_terms(models.model("gpt2"), recipe, A100)}
+    assert set(terms) == {"cuBLAS workspaces", "ZeRO-1 in whole tensors"}
+    assert terms["ZeRO-1 in whole tensors"].bytes["backward"] > 8 * 50257 * 768 / 2  # one rank has the embedding
+    assert all(term.why for term in terms.values())
+
+
+# properties of a plan
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    model=st.sampled_from(("gpt2", "bert-base", "resnet50")),
+    gib=st.floats(1.5, 12),
+    more=st.floats(0, 4),
+    count=st.sampled_from((1, 2)),
+    each=st.sampled_from((2, 6, 8)),
+)
+def test_more_memory_never_hurts(model, gib, more, count, each):
+    small, large = (
+        plan(model, small_card(g), count, effective_batch=count * each) for g in (gib, gib + more)
+    )
+    if small.fits:
+        assert large.fits
+    if small.best is not None:
+        assert large.best is not None
+        assert large.best.seconds <= small.best.seconds
+    assert large.largest_micro_batch >= 1 or small.best is None
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    model=st.sampled_from(("gpt2-medium", "bert-large", "resnet152")),
+    gib=st.floats(2, 30),
+    count=st.sampled_from((1, 2, 8)),
+    each=st.sampled_from((1, 4, 12)),
+    host=st.sampled_from((None, 4 * GB)),
+)
+def test_candidates_are_valid_fit_and_are_ranked(model, gib, count, each, host):
+    card, config = small_card(gib), models.model(model)
+    found = plan(model, card, count, effective_batch=count * each, host_bytes=host)
+    ranks = [c.seconds for c in found.candidates]
+    assert ranks == sorted(ranks)
+    for c in (*found.candidates, *found.alternatives):
+        recipe = c.recipe
+        assert recipe.resolve(config, card) == recipe and recipe.world_size == count
+        assert recipe.micro_batch * recipe.accumulation * recipe.data_parallel == count * each
+        assert c.margin_bytes >= 0 and c.peak_bytes <= card.memory_bytes - p.ASSUMED_CONTEXT
+        assert host is None or c.host_bytes <= host
+        assert c.nvme_bytes == 0  # no budget was given
+        assert c.seconds == pytest.approx(sum(c.cost.seconds.values()))
+    if found.best is not None:
+        assert found.best.seconds == min(c.seconds for c in found.candidates)
+        assert found.nearest is None
+    else:
+        assert not found.alternatives and found.largest_micro_batch == 0
+
+
+def test_search_agrees_with_brute_force():
+    """No recipe that the search passes over is cheaper and fits."""
+    made = planner("gpt2", small_card(4.5), batch=8)
+    found = made.search()
+    family, micro = found.candidates[0]
+    best = family.rates.cost(micro, made._at(family, micro).accumulation).total
+    for other in made._families():
+        if other.severity > family.severity:
+            continue
+        for b in made._micro_batches(other.recipe):
+            recipe = made._at(other, b)
+            if other.rates.cost(b, recipe.accumulation).total < best * 0.999:
+                assert not made.fits(recipe), recipe
+
+
+def test_largest_micro_batch_and_longest_sequence():
+    found = plan("gpt2", "T4", effective_batch=4, sequence=128)
+    made = planner("gpt2", hardware.gpu("T4"), batch=4)
+    n = found.largest_micro_batch
+    assert made.fits(found.best.recipe.replace(micro_batch=n))
+    assert not made.fits(found.best.recipe.replace(micro_batch=n + 1))
+    assert found.longest_sequence == 1024  # learned positions
+    rope = plan("smollm2-135m", "T4", effective_batch=1)
+    made = planner("smollm2-135m", hardware.gpu("T4"))
+    assert made.fits(rope.best.recipe.replace(sequence=rope.longest_sequence))
+    assert not made.fits(rope.best.recipe.replace(sequence=rope.longest_sequence + 1))
+
+
+# what it says
+
+
+#: Printed often: bf16 with AdamW, everything sharded over eight cards, blocks checkpointed, one sequence.
+PRINTED = Recipe(precision="bf16-master", zero_stage=3, world_size=8, checkpointing="full")
+
+
+@pytest.fixture(scope="module")
+def seventy():
+    return plan(
+        "llama2-70b", "A100-80GB", 8, effective_batch=1024, start=PRINTED, allow={"lora_rank": (None, 16)}
+    )
+
+
+def test_seventy_billion_on_eight(seventy):
+    assert not seventy.fits and seventy.bound == "states"
+    states = 16 * 68_976_648_192 / 8
+    assert "(2 + 2 + 12) bytes" in seventy.arithmetic and "too much" in seventy.arithmetic
+    assert "A100-80GB holds 85.20 GB" in seventy.arithmetic
+    assert seventy.start_peak > states > 85e9
+    assert len(seventy.candidates) >= 4
+    assert len({c.way for c in seventy.candidates}) == len(seventy.candidates)
+    assert all("optimizer_states:cpu" in c.recipe.offload for c in seventy.candidates)
+    said = " ".join(word for c in seventy.alternatives for word in c.numerics)
+    assert "8 bits" in said and "bf16" in said and "adapters of rank 16" in said
+
+
+def test_host_memory_and_nvme_are_budgets():
+    less = plan("llama2-70b", "A100-80GB", 8, effective_batch=64, start=PRINTED, host_bytes=1000 * GB)
+    assert all(c.host_bytes <= 1000 * GB for c in less.candidates)
+    assert less.best is None or less.best.numerics  # states in fp32 need 1.1 TB
+    nvme = plan(
+        "llama2-70b", "A100-80GB", 8, effective_batch=64, start=PRINTED, host_bytes=400 * GB,
+        nvme_bytes=4000 * GB,
+    )  # fmt: skip
+    assert "optimizer_states:nvme" in nvme.best.recipe.offload
+    assert 0 < nvme.best.nvme_bytes <= 4000 * GB and "NVMe" in nvme.best.cost.seconds
+
+
+def test_a_thousand_cards():
+    found = plan("gpt3-175b", "A100-80GB", 1024, effective_batch=2048)
+    assert not found.fits and len(found.candidates) >= 4
+    assert "InfiniBand-HDR" in found.best.cost.bytes  # between machines
+
+
+def test_many_recipes_few_walks():
+    made = planner("llama2-70b", A100, 8, 1024)
+    assert made.search().searched > 10_000
+    assert len(made._walks) < 500
+
+
+def test_the_seven_steps(seventy):
+    names = ["1 micro-batch", "2 mixed precision", "3 accumulation", "4 checkpointing"]
+    names += ["5 SDPA / flash attention", "6 sharding", "7 offload"]
+    assert [step.name for step in seventy.steps] == names
+    assert [s.name for s in seventy.steps if s.taken][-1] == "7 offload" and seventy.steps[-1].fits
+    found = plan("bert-large", "T4", effective_batch=32, sequence=200)
+    first, second, third, fourth, fifth, sixth, _ = found.steps
+    assert first.taken and first.recipe.micro_batch < 32
+    assert first.recipe.micro_batch * first.recipe.accumulation == 32
+    assert second.taken and second.recipe.precision == "amp-fp16" and "loss scale" in second.price
+    assert not sixth.taken and "one GPU" in sixth.why
+    assert not fourth.taken and "not needed" in fourth.why
+    for step in found.steps:
+        assert sum(step.consumers.values()) == step.peak_bytes and step.why
+        assert set(step.consumers) == set(CONSUMERS)
+    assert fifth.recipe.attention == "sdpa" and third.name == "3 accumulation"
+
+
+def test_checkpointing_has_a_price():
+    start = Recipe(micro_batch=32, sequence=1024)
+    found = plan("gpt2", small_card(6), start=start, allow={"attention": ("sdpa",)})
+    made = planner("gpt2", small_card(6), start=start)
+    full = made.cost(start.replace(checkpointing="full"))
+    none = made.cost(start)
+    assert none.recomputed == 0 and full.recomputed > 0
+    assert 0.2 < full.recomputed / none.flops < 0.34
+    assert full.flops == none.flops + full.recomputed
+    assert found.assumptions.mfu == 0.4
+
+
+def test_flops_are_six_per_weight_and_token():
+    made = planner("llama2-7b", A100)
+    cost = made.cost(Recipe(sequence=512))
+    expected = 6 * (6_738_415_616 - 32000 * 4096) * 512  # the embedding is looked up
+    assert expected < cost.flops < 1.05 * expected  # and attention
+
+
+@pytest.mark.parametrize(
+    ("model", "start", "bound"),
+    [
+        ("llama2-70b", {}, "states"),
+        ("bert-large", {"precision": "fp32", "micro_batch": 32, "attention": "eager"}, "activations"),
+        ("gpt2", {"micro_batch": 16, "checkpointing": "full"}, "logits"),
+        ("gpt2-xl", {"sequence": 128}, "states"),
+    ],
+)
+def test_bound(model, start, bound):
+    found = plan(model, "A100-80GB", start=Recipe(**start))
+    assert found.bound == bound and found.bound_why
+
+
+def test_mfu_and_links_are_in_the_answer():
+    slow = plan("gpt2", "A100-80GB", 2, mfu=0.2, intra_link="PCIe3", inter_link="infiniband-ndr")
+    fast = plan("gpt2", "A100-80GB", 2, mfu=0.5)
+    assert slow.best.cost.seconds["compute"] == pytest.approx(2.5 * fast.best.cost.seconds["compute"])
+    assert "PCIe3" in slow.best.cost.bytes and "NVLink3" in fast.best.cost.bytes
+    assert "20%" in slow.render() and "PCIe3 (16 GB/s)" in slow.render()
+    assert slow.assumptions.inter_link.name == "InfiniBand-NDR"
+
+
+def test_text_and_json(seventy):
+    for found in (seventy, plan("resnet152", "T4", effective_batch=512), plan("gpt3-175b", "T4")):
+        assert max(map(len, str(found).splitlines())) <= 100
+        data = json.loads(json.dumps(found.to_dict()))
+        assert data["capacity_bytes"] == found.gpu.memory_bytes
+        assert [u["name"] for u in data["uncertainty"]][:3] == ["context", "formula", "allocator"]
+        assert all(u["why"] for u in data["uncertainty"])
+    assert found.best is None and found.nearest.peak_bytes > found.gpu.memory_bytes
+    assert "none of" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (("gtp2", "T4"), {}, "unknown model 'gtp2'"),
+        (("gpt2", "T5"), {}, "unknown GPU 'T5'"),
+        (("gpt2", "T4", 0), {}, "count must be a whole number from 1"),
+        (
+            ("gpt2", "T4", 8),
+            {"effective_batch": 12},
+            "can't be divided among 8 GPUs: use a multiple of 8, say 16",
+        ),
+        (("gpt2", "T4"), {"sequence": 2048}, "1024 learned positions"),
+        (("resnet50", "T4"), {"sequence": 128}, "leave sequence out"),
+        (("gpt2", "T4"), {"mfu": 0}, "mfu must be above 0"),
+        (("gpt2", "T4", 2), {"intra_link": "NVLink9"}, "unknown link 'NVLink9'"),
+        (("gpt2", "T4"), {"allow": {"optimiser": ("sgd",)}}, "'optimiser' is no field of a Recipe"),
+    ],
+)
+def test_errors_are_one_line(words, options, said):
+    with pytest.raises(ValueError) as caught:
+        plan(*words, **options)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+# a trace decides
+
+
+def test_confirm_takes_the_first_that_runs():
+    found = plan("gpt2", small_card(5), effective_batch=8)
+    asked = []
+
+    def trace(recipe):
+        asked.append(recipe)
+        return None if len(asked) == 1 else 1
+
+    sure = found.confirm(trace)
+    assert sure.best is not None and sure.best.recipe == asked[1]
+    assert [peak for _, peak in sure.tried] == [None, 1]
+    nothing = found.confirm(lambda recipe: None)
+    assert nothing.best is None and "none of the candidates runs" in nothing.render()
+    assert max(map(len, sure.render().splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("model", "gib", "count", "batch", "start"),
+    [
+        ("gpt2", 3.2, 1, 8, None),
+        ("gpt2", 2.6, 4, 32, None),
+        ("smollm2-135m", 2.5, 2, 4, Recipe(precision="bf16", sequence=512, world_size=2)),
+        ("resnet50", 2.5, 1, 32, None),
+    ],
+)
+def test_verdicts_are_the_traces(model, gib, count, batch, start):
+    """The short form of benchmarks/planner.py: start, best and the next cheaper one on a virtual card."""
+    from benchmarks.planner import traced
+
+    found = plan(model, small_card(gib), count, effective_batch=batch, sequence=start and 512, start=start)
+    assert (traced(found, found.start) is not None) == found.fits
+    sure = found.confirm(lambda recipe: traced(found, recipe))
+    assert sure.best is not None
+    assert len(sure.tried) > 1 and all(peak is None for _, peak in sure.tried[:-1])
+    winner, peak = sure.tried[-1]
+    blocks = planner(model, small_card(gib), count, batch)._block_weights(winner.recipe)
+    assert abs(winner.peak_bytes - peak) <= 0.01 * peak + blocks * (winner.recipe.zero_stage >= 2)
+
+
+# the command line
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def memlab(*words):
+        monkeypatch.setattr(sys, "argv", ["memlab", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return memlab
+
+
+def test_command(run, tmp_path):
+    start = tmp_path / "start.toml"
+    start.write_text('precision = "fp32"\nmicro_batch = 4\n')
+    code, out, err = run(
+        "plan", "gpt2", "--gpu", "t4", "--seq", 256, "--effective-batch", 16, "--recipe", start, "--lora",
+        "--host-memory", "64 GiB", "--nvme", "1TB", "--no-trace", "--export", "fsdp2",
+        "--out", tmp_path / "o", "--json",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["effective_batch"] == 16 and data["start"]["recipe"]["micro_batch"] == 4
+    assert data["confirmed"] is None and data["export"]["engine"] == "fsdp2"
+    assert (tmp_path / "o" / "train_fsdp2.py").exists()
+
+
+def test_command_traces_the_winner(run):
+    code, out, err = run("plan", "smollm2-135m", "--gpu", "T4", "--seq", 128)
+    assert code == 0 and "traced on the virtual card" in out and "runs" in out
+    assert err.startswith("tracing ")
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan", "gpt2"), "--gpu"),
+        (("plan", "gpt2", "--gpu", "T4", "--export", "megatron"), "unknown engine 'megatron'"),
+        (("plan", "gpt2", "--gpu", "T4", "--host-memory", "much"), "can't read 'much' as a size"),
+        (("plan", "gpt3-175b", "--gpu", "T4", "--export", "fsdp2", "--no-trace"), "nothing to export"),
+    ],
+)
+def test_command_errors(run, words, said):
+    code, _, err = run(*words)
+    assert code == 2 and said in err and len(err.splitlines()) == 1
