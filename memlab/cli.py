@@ -239,7 +239,8 @@ def trace(
         _print_json(result.to_dict())
     else:
         _print(f"{config.name}, one training step\n{recipe.describe()}\n")
-        _print(result)
+        for line in str(result).splitlines():
+            _print(textwrap.fill(line, 80) if line.startswith("note:") else line)
         _print_notes(recipe, config, card)
 
 
