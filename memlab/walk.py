@@ -82,6 +82,7 @@ class Walk:
         self.pending: dict[object, Gradient] = {}  # value -> its gradient
         self.tied = 0  # the head's gradient of a tied embedding, until the embedding's own is added
         self.leaf = 0  # the gradient of the embedding's output, which lives as long as autograd's graph
+        self.rooted: list[tuple[int, int]] = []  # the same of weights outside the blocks (fully_shard's root)
         self.whole: list[tuple[int, int]] = []  # (bytes, values) of gradients not scattered or moved out yet
 
         self.streams = streams(recipe)
@@ -181,6 +182,7 @@ class Walk:
         self._begin("forward")
         self.root = sum(self._weights(unit) for unit in self.program.units if unit.label not in _STREAMED)
         self.take("temporaries", self.root)
+        gathered = self.root  # what was gathered last, in one piece: kept until the next has been cut up
         if self.program.leaf is not None:
             self.program.leaf.store.refs = 1
         for store in self.program.shared:
@@ -194,6 +196,10 @@ class Walk:
                     self.release(store)
             window = self._window(unit)
             self.take("temporaries", window)
+            if window and self.recipe.zero_stage == 3:
+                self.now = "all-gather"
+                self.briefly(gathered)
+                gathered = window // 2
             activations, temporaries = self.live["activations"], self.live["temporaries"]
             self._run(unit, i)
             if unit.checkpointed:
@@ -354,6 +360,9 @@ class Walk:
             self.give("activations", self.extra[i])
             self.take("gradients", (self.live["gradients"] - gradients) * (unit.times - 1))
             self.give("temporaries", window)
+        self.whole += self.rooted
+        self.rooted.clear()
+        self._scatter()
         self.give("temporaries", self.root)
         self.release(self.program.seed)
 
@@ -367,6 +376,9 @@ class Walk:
                 there = True
             self._back_op(op)
             if n % (len(unit.ops) // unit.blocks) == 0:
+                if self.recipe.zero_stage >= 2 and unit.label not in _STREAMED:
+                    self.rooted += self.whole  # one group with all that isn't in a block: the last to go
+                    self.whole.clear()
                 self._scatter()
         if unit.checkpointed:
             for store in (*self._inputs(unit), *self.left):
