@@ -2,7 +2,8 @@
 
     python -m benchmarks.speed [--quick] [--json FILE]
 
-Every figure is the median of several runs, each run in a process of its own with one thread. Seconds are
+Every figure is the median of several runs (one where a run takes a minute or is a median in itself), each in
+a process of its own with one thread. Seconds are
 processor time of that process, which on an idle machine is the time on the clock (also kept). Importing torch
 isn't counted, nor, where not said otherwise, is building the model. `--quick` runs each once on small models:
 to see that it runs, not to quote.
@@ -178,10 +179,10 @@ def _answer(request: str) -> None:
 
 def report(quick: bool = False, say: Callable[[str], None] = print) -> dict[str, Any]:
     """All figures: the issue's keys, and under "raw" every run of each measure."""
-    runs = 1 if quick else 3
     raw: dict[str, list[Figures]] = {}
 
-    def several(key: str, measure: str, name: str = "", **options: Any) -> Figures:
+    def several(key: str, measure: str, name: str = "", runs: int = 3, **options: Any) -> Figures:
+        runs = 1 if quick else runs
         layers = 2 if quick and name != "gpt2" else None
         raw[key] = [measured(measure, name, layers, **options) for _ in range(runs)]
         middle = {figure: statistics.median(run[figure] for run in raw[key]) for figure in raw[key][0]}
@@ -190,11 +191,14 @@ def report(quick: bool = False, say: Callable[[str], None] = print) -> dict[str,
 
     data: dict[str, Any] = {}
     for layers, name in ((24, "gpt2-medium"), (80, "llama2-70b")):
-        theirs = several(f"memtracker_{layers}_layers", "with_memtracker", name)
+        # a minute for 80 layers: once is enough to compare with seconds
+        theirs = several(
+            f"memtracker_{layers}_layers", "with_memtracker", name, runs=3 if layers == 24 else 1
+        )
         ours = several(f"trace_{layers}_layers", "traced", name)
         data[f"trace_vs_memtracker_{layers}_layers"] = theirs["seconds"] / ours["seconds"]
         data[f"memtracker_peak_minus_trace_{layers}_layers_bytes"] = theirs["peak_bytes"] - ours["peak_bytes"]
-    both = several("tracked_step", "tracked", "gpt2")
+    both = several("tracked_step", "tracked", "gpt2", runs=1)  # a median of pairs in itself
     data["tracked_vs_plain"] = both["seconds"] / both["plain_seconds"]
     for key, checkpointing in (("trace_70b", "none"), ("trace_70b_checkpointed", "full")):
         options = {"checkpointing": checkpointing, "card": CARD}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from memlab.trace import Trace
 from .test_accuracy import STORED, STREAMS, needs_transformers
 
 torch.set_num_threads(1)
+RESULTS = Path(capacity.__file__).with_name("results")
 
 
 def trace(name: str) -> Trace:
@@ -28,6 +32,19 @@ def test_a_t4_runs_what_ran_on_a_t4(name: str) -> None:
     assert found.process_peak <= CARD.memory_bytes
     smallest = smallest_by_replay(trace(name))
     assert found.peak_requested + CONTEXT <= smallest <= found.process_peak
+
+
+def test_no_published_t4_step_is_refused() -> None:
+    """What is reserved without a limit, at worst, and the context: within the card nothing can be refused."""
+    rows = {row["id"] for row in measurements() if "FitCheck" in row["source"] and row.get("process_mib")}
+    predicted = json.loads((RESULTS / "accuracy.json").read_text())["rows"]
+    needs = {
+        entry["id"]: max(entry["predicted_bytes"], entry["predicted_high_bytes"] or 0)
+        for entry in predicted
+        if entry["quantity"] == "process" and entry["id"] in rows
+    }
+    assert len(needs) >= 30
+    assert max(needs.values()) <= CARD.memory_bytes
 
 
 @pytest.mark.parametrize("name", ["37", "40"])

@@ -54,5 +54,5 @@ def test_the_report_has_the_keys_and_is_written_whole(
     assert set(speed.GOALS) <= set(data)
     assert data["trace_vs_memtracker_80_layers"] == data["trace_vs_memtracker_24_layers"] == 15
     assert data["tracked_vs_plain"] == 1.25
-    assert len(data["raw"]["memtracker_80_layers"]) == 3
+    assert len(data["raw"]["memtracker_24_layers"]) == 3
     assert list(tmp_path.iterdir()) == [out]
