@@ -106,7 +106,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "no scores": [("(spec.tokens if eager else 1)", "1")],
         "checkpointing forgotten": [("(n * h if spec.checkpoint else inside)", "inside")],
         "no logits": [("3 * n * v", "0")],
-        "sgd has moments": [('"sgd": 0, "momentum": 1', '"sgd": 2, "momentum": 2')],
+        "one moment": [('"adamw-foreach": 2, "adamw-fused": 2', '"adamw-foreach": 1, "adamw-fused": 1')],
         "elements": [("return 4 * max", "return max")],
         "it runs the model": [
             ("n, h, f, v = spec.batch", "from memlab.exercises.faq import Spec, probe_trace\n\n    return probe_trace(Spec(**vars(spec))).peak_bytes\n    n, h, f, v = spec.batch")
