@@ -52,7 +52,7 @@ from autograder.records import (
     record_path,
     write_record,
 )
-from autograder.sandbox import Settings, choose
+from autograder.sandbox import Settings, choose, weaker
 from autograder.workers import run_jobs
 
 _NO_SCRIPTS = (
@@ -76,6 +76,8 @@ def grade_folder(
     CourseError where nothing can be graded at all (no such folder, nowhere to write).
     """
     mode = choose(sandbox)
+    if weaker(mode):
+        print(weaker(mode), file=sys.stderr)
     out = out.resolve()  # nbgrader's database URL needs it
     students, ignored = submissions.collect(folder, [c.name for c in chapters], out)
     built = build.build_all(chapters)

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autograder import zygote
 from autograder.course import CourseError
 from memlab.units import GIB, MIB
 
@@ -101,11 +102,14 @@ def choose(mode: str = "auto") -> str:
         raise CourseError(f"unknown sandbox {mode!r}: one of {', '.join(MODES)}")
     if mode == "none":
         return mode
-    refused = why_no_bubblewrap()
-    if mode in ("auto", "bubblewrap") and not refused:
-        return "bubblewrap"
+    reasons = []
+    for name, why in (("bubblewrap", why_no_bubblewrap), ("landlock", why_no_landlock)):
+        if mode in ("auto", name):
+            reasons.append(why())
+            if not reasons[-1]:
+                return name
     raise CourseError(
-        f"no sandbox for the submissions: {refused}. Install it (apt install bubblewrap), or say "
+        f"no sandbox for the submissions: {'; '.join(reasons)}. Install it (apt install bubblewrap), or say "
         "--sandbox none if you trust every submission: its code then runs as you, with your files and network"
     )
 
@@ -138,6 +142,26 @@ def why_no_bubblewrap() -> str:
     return ""
 
 
+@functools.cache
+def why_no_landlock() -> str:
+    """'' where Landlock can keep a kernel from other files, else the reason."""
+    if sys.platform != "linux" or zygote.landlock_version() < 1:
+        return "this Linux kernel offers no Landlock"
+    return ""
+
+
+def weaker(mode: str) -> str:
+    """What a mode doesn't protect from, in one line; '' for bubblewrap."""
+    if mode == "none":
+        return "no sandbox: the submissions' code runs as you, with your files and your network"
+    if mode == "landlock":
+        lacks = ["the list of this machine's processes can be seen", "the disk can be filled"]
+        if zygote.landlock_version() < 6:
+            lacks.append("processes of yours can be ended")
+        return f"sandbox without namespaces (Landlock): {', '.join(lacks)}; bubblewrap is stronger"
+    return ""
+
+
 # -- what is visible ---------------------------------------------------------------------------------------
 
 
@@ -153,16 +177,9 @@ def _isolation(bwrap: str) -> list[str]:
 
 def _visible_system() -> list[str]:
     """System libraries and Python with its packages, read-only, and nothing else of this machine."""
-    shown: list[Path] = []
-    for place in (
-        Path("/usr"), Path(sys.base_prefix), Path(sys.base_exec_prefix), Path(sys.prefix),
-        Path(sys.executable).resolve().parent, *map(Path, _site_packages()),
-    ):  # fmt: skip
-        if place.is_dir() and not any(place.is_relative_to(parent) for parent in shown):
-            shown.append(place)
     command: list[str] = []
     made: set[Path] = set()
-    for place in shown:
+    for place in _python_folders():
         for parent in reversed(place.parents[:-1]):
             if parent not in made:  # bubblewrap would make them readable by their owner alone
                 made.add(parent)
@@ -180,6 +197,25 @@ def _visible_system() -> list[str]:
     command += ["--ro-bind-try", "/sys/devices/system/cpu", "/sys/devices/system/cpu"]
     command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/tmp"]
     return command
+
+
+def _python_folders() -> list[Path]:
+    shown: list[Path] = []
+    for place in (
+        Path("/usr"), Path(sys.base_prefix), Path(sys.base_exec_prefix), Path(sys.prefix),
+        Path(sys.executable).resolve().parent, *map(Path, _site_packages()),
+    ):  # fmt: skip
+        if place.is_dir() and not any(place.is_relative_to(parent) for parent in shown):
+            shown.append(place)
+    return shown
+
+
+def _landlock_rules(library: str, own: str) -> tuple[list[str], list[str]]:
+    """Readable and writable paths of a kernel that has no namespaces."""
+    system = ["/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys/devices/system/cpu"]
+    system += [f"/etc/{name}" for name in _ETC]
+    devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+    return [*map(str, _python_folders()), *system, library], [own, *devices]
 
 
 def _site_packages() -> list[str]:
@@ -304,8 +340,11 @@ class Sandbox:
         }
         file = outside / "connection.json"
         file.write_text(json.dumps(connection), "utf-8")
+        landlock = self.settings.mode == "landlock"
         order: dict[str, Any] = {
             "namespaces": wrapped,
+            "protected": wrapped or landlock,
+            "landlock": _landlock_rules(self.settings.library, str(outside)) if landlock else None,
             "uid": self._uid if wrapped else os.getuid(),
             "connection": f"{inside}/connection.json",
             "own_run": f"{_RUNS}/{name}",
@@ -319,6 +358,7 @@ class Sandbox:
         }
         if not wrapped:
             order["environment"] |= {
+                "TMPDIR": work,
                 "HOME": work,
                 "MEMLAB_HOME": work,
                 "IPYTHONDIR": work,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -51,6 +52,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER, _PR_CAP_AMBIENT, _CLEAR_ALL = 38, 36, 47, 4
+_PR_SET_SECCOMP = 22
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,13 +60,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     """Serves the socket whose number is the first argument until the grader hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # without namespaces whatever loses its parent comes back to this process, and ends with its submission
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     _preload()
     control.send(json.dumps({"ready": True, "memory": _memory_of([os.getpid()])}).encode())
-    keeper = 0
-    verdict = ""
-    limit = 0
+    keeper, limit, verdict = 0, 0, ""
     while True:
         readable, _, _ = select.select([control], [], [], 0.1 if keeper else None)
         if readable:
@@ -82,15 +84,26 @@ def main() -> None:
         if keeper:
             ended, status = os.waitpid(keeper, os.WNOHANG)
             if ended:
-                why = verdict or _read_status(status)
+                _end_everything()
                 keeper = 0
-                control.send(json.dumps({"ended": why}).encode())
+                control.send(json.dumps({"ended": verdict or _read_status(status)}).encode())
             elif not verdict and _uses_more_than(limit, keeper):
                 verdict = "too much memory"
                 _send_signal(keeper, signal.SIGTERM)
     if keeper:
         _send_signal(keeper, signal.SIGTERM)
         os.waitpid(keeper, 0)
+    _end_everything()
+
+
+def _end_everything() -> None:
+    """Kills what is left below this process; with namespaces there is nothing by now."""
+    while left := _below(os.getpid())[1:]:
+        for process in left:
+            _send_signal(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _send_signal(process: int, name: signal.Signals) -> None:
@@ -120,20 +133,24 @@ def _read_status(status: int) -> str:
 # -- memory of a submission --------------------------------------------------------------------------------
 
 
-def _uses_more_than(limit: int, root: int) -> bool:
-    """Whether `root` and the processes below it hold more bytes; pages shared with the zygote count in part."""
-    parents: dict[int, int] = {}
+def _below(root: int) -> list[int]:
+    """`root`, and every process below it."""
+    children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 stat = (entry / "stat").read_text("utf-8", "replace")
-                parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
-    found, seen = [root], {root}
+                parent = int(stat.rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = [root]
     for process in found:
-        for child, parent in parents.items():
-            if parent == process and child not in seen:
-                seen.add(child)
-                found.append(child)
+        found += children.get(process, ())
+    return found
+
+
+def _uses_more_than(limit: int, root: int) -> bool:
+    """Whether `root` and what runs below it hold more bytes; pages shared with the zygote count in part."""
+    found = _below(root)
     page = resource.getpagesize()
     total = 0
     for process in found:
@@ -257,14 +274,114 @@ def _drop_privileges(order: dict[str, Any]) -> None:
         for capability in range(64):
             _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
         os.setresuid(order["uid"], order["uid"], order["uid"])
-    elif order["namespaces"]:
+    elif order["protected"]:
         for capability in range(64):
             _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
-    _libc.prctl(_PR_CAP_AMBIENT, _CLEAR_ALL, 0, 0, 0)
-    if order["namespaces"]:
+    if order["protected"]:
+        _libc.prctl(_PR_CAP_AMBIENT, _CLEAR_ALL, 0, 0, 0)
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
         _call(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+        _call(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+# Access rights of Landlock's file systems rules, by the version that brought them.
+_READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, list folders
+_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = [("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
+
+
+class _Beneath(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32)]
+
+
+def landlock_version() -> int:
+    """The version of Landlock that this Linux kernel offers; 0 where there is none."""
+    return max(int(_libc.syscall(444, None, 0, 1)), 0)
+
+
+def _landlock(readable: list[str], writable: list[str]) -> None:
+    """From here on this process and its children reach no other file, no TCP port, no process outside."""
     _call(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    version = landlock_version()
+    rights = sum(bits for since, bits in _RIGHTS.items() if since <= version)
+    ruleset = _Ruleset(rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    rules = int(_libc.syscall(444, ctypes.byref(ruleset), ctypes.c_size_t(size), 0))
+    _call(min(rules, 0), "landlock_create_ruleset")
+    for allowed, paths in ((_READ, readable), (rights, writable)):
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                of_files = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
+                fit = allowed & rights if Path(path).is_dir() else allowed & rights & of_files
+                rule = _Beneath(fit, folder)
+                _call(int(_libc.syscall(445, rules, 1, ctypes.byref(rule), 0)), f"landlock_add_rule {path}")
+                os.close(folder)
+    _call(int(_libc.syscall(446, rules, 0)), "landlock_restrict_self")
+    os.close(rules)
+
+
+# By machine: its number in seccomp's records, the calls no submission needs, then clone, clone3, socket.
+# The calls: ptrace, mount, umount2, pivot_root, chroot, unshare, setns, process_vm_readv and _writev, keyctl,
+# add_key, request_key, bpf, perf_event_open, userfaultfd, (f)init_module, delete_module, kexec_(file_)load,
+# open_by_handle_at; then those with the same number everywhere: io_uring, open_tree, move_mount, fsopen, …
+_EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442)
+_MACHINES = {
+    "x86_64": (
+        0xC000003E,
+        (101, 165, 166, 155, 161, 272, 308, 310, 311, 250, 248, 249, 321, 298, 323, 175, 313, 176, 246, 320,
+         304),
+        (56, 435, 41),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        (117, 40, 39, 41, 51, 97, 268, 270, 271, 219, 217, 218, 280, 241, 282, 105, 273, 106, 104, 294, 265),
+        (220, 435, 198),
+    ),
+}  # fmt: skip
+_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+_NEW_NAMESPACES = 0x7E020080
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_uint16),
+        ("jt", ctypes.c_uint8),
+        ("jf", ctypes.c_uint8),
+        ("k", ctypes.c_uint32),
+    ]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_uint16), ("filter", ctypes.POINTER(_Instruction))]
+
+
+def _seccomp(*, network: bool) -> None:
+    """Refuses system calls that no submission needs and that widen what it can attack; without `network` also
+    every socket but local ones. Machines that aren't in the table go without."""
+    known = _MACHINES.get(os.uname().machine)
+    if known is None:
+        return
+    machine, refused, (clone, clone3, socket_) = known
+    load, equal, at_least, any_of, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    steps = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, _KILL), (load, 0, 0, 0)]
+    steps += [(at_least, 0, 1, 0x40000000), (give, 0, 0, _REFUSE | errno.ENOSYS)]  # x86's second table
+    for number in (*refused, *_EVERYWHERE):
+        steps += [(equal, 0, 1, number), (give, 0, 0, _REFUSE | errno.EPERM)]
+    # glibc falls back to clone, whose flags can be read here
+    steps += [(equal, 0, 1, clone3), (give, 0, 0, _REFUSE | errno.ENOSYS)]
+    steps += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_of, 0, 1, _NEW_NAMESPACES)]
+    steps += [(give, 0, 0, _REFUSE | errno.EPERM), (give, 0, 0, _ALLOW)]
+    if not network:
+        steps += [(equal, 0, 4, socket_), (load, 0, 0, 16), (equal, 1, 0, int(socket.AF_UNIX))]
+        steps += [(give, 0, 0, _REFUSE | errno.EACCES), (give, 0, 0, _ALLOW)]
+    steps.append((give, 0, 0, _ALLOW))
+    program = _Program(len(steps), (_Instruction * len(steps))(*(_Instruction(*step) for step in steps)))
+    _call(_libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")
 
 
 def _limit(limits: dict[str, int]) -> None:
@@ -285,7 +402,11 @@ def _kernel(order: dict[str, Any], to_init: int, from_init: int) -> NoReturn:
     quiet = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(quiet, number)
+    if order["landlock"]:
+        _landlock(*order["landlock"])
     _drop_privileges(order)
+    if order["protected"]:
+        _seccomp(network=order["namespaces"])
     _limit(order["limits"])
     random.seed(0)  # the same numbers in every worker
     numpy: Any = sys.modules.get("numpy")
@@ -296,6 +417,11 @@ def _kernel(order: dict[str, Any], to_init: int, from_init: int) -> NoReturn:
     sys.modules["__main__"].__dict__.pop("__file__", None)
     from ipykernel.kernelapp import IPKernelApp
 
+    if order["landlock"]:
+        from ipykernel.iostream import IOPubThread
+
+        # prints of forked processes would come by TCP, and libzmq aborts where that is refused
+        setattr(IOPubThread, "_setup_pipe_in", lambda thread: vars(thread).update(_pipe_flag=False))  # noqa: B010
     app: Any = IPKernelApp.instance()
     app.initialize(
         ["-f", order["connection"], "--HistoryManager.enabled=False", "--IPKernelApp.log_level=50"]

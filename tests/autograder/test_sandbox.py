@@ -1,4 +1,4 @@
-"""Attacks from inside a graded kernel: on files, network, processes, memory, and on the grader that listens."""
+"""Attacks from inside a graded kernel: on files, network, processes, memory, and on the grader outside."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -20,7 +18,7 @@ from autograder import build, questions
 from autograder.course import CourseError, select
 from autograder.evidence import is_check, judge
 from autograder.execution import Budget, Executed, execute
-from autograder.sandbox import Limits, Sandbox, Settings, choose, why_no_bubblewrap
+from autograder.sandbox import Limits, Sandbox, Settings, choose, why_no_bubblewrap, why_no_landlock
 from memlab.units import MIB
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -446,6 +444,72 @@ with Sandbox(Settings("bubblewrap", {str(library)!r})) as s:
     shutil.rmtree(folder)
 
 
+# -- without namespaces ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fallback(library: Path) -> Iterator[Sandbox]:
+    if why_no_landlock():
+        pytest.skip(why_no_landlock())
+    with Sandbox(Settings("landlock", str(library), LIMITS)) as made:
+        yield made
+
+
+def test_landlock_hides_the_course_and_cuts_the_network(fallback: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "gradebook.db").write_text("secret")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        code = f"""
+import os, socket, memlab, torch
+for path in ({str(tmp_path)!r} + "/gradebook.db", {str(ROOT)!r} + "/solutions/01_memory_basics.py", "/etc/passwd", "/proc/1/environ"):
+    try:
+        open(path).read()
+        print("read", path)
+    except OSError:
+        pass
+for path in ({str(tmp_path)!r}, memlab.__path__[0], "/tmp", "/usr", "/dev/shm", os.path.dirname(torch.__file__)):
+    try:
+        open(path + "/x", "w")
+        print("written", path)
+    except OSError:
+        pass
+for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+    try:
+        socket.socket(socket.AF_INET, kind).connect(("127.0.0.1", {listener.getsockname()[1]}))
+        print("connected")
+    except OSError:
+        pass
+try:
+    os.kill({os.getpid()}, 0)
+    print("signalled")
+except OSError:
+    pass
+open("own", "w").write("x")
+print("done")
+"""
+        assert printed(run(fallback, code)) == "done\n"
+
+
+def test_landlock_leaves_no_process_and_survives_lost_kernels(fallback: Sandbox) -> None:
+    code = """
+import subprocess, sys, time
+for n in range(5):
+    subprocess.Popen([sys.executable, "-S", "-c", "import time\\ntime.sleep(1000)  # orphan-of-landlock"],
+                     start_new_session=True)
+time.sleep(0.3)
+"""
+    result = run(fallback, code, "import os; os._exit(1)", "while True: pass", "print('next')")
+    assert "the kernel died" in error(result, 1) and "KeyboardInterrupt" in error(result, 2)
+    assert printed(result) == "next\n"
+    assert alive("orphan-of-landlock") == []
+
+
+def test_no_sandbox_runs_too_for_who_asks_for_it(library: Path) -> None:
+    with Sandbox(Settings("none", str(library))) as own:
+        assert printed(run(own, "print(1)")) == "1\n"
+
+
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
@@ -457,6 +521,8 @@ def test_without_a_sandbox_it_refuses_and_says_what_to_do(monkeypatch: pytest.Mo
     with pytest.raises(CourseError, match="--sandbox none"):
         choose("auto")
     assert choose("none") == "none"
+    monkeypatch.setattr(module, "why_no_landlock", lambda: "")
+    assert choose("auto") == choose("landlock") == "landlock"
     with pytest.raises(CourseError, match="unknown sandbox"):
         choose("docker")
 
@@ -473,7 +539,3 @@ def test_a_chapter_of_right_answers_raises_no_alarm(library: Path, chapter: str)
     verdicts = [judge(cell, 11) for cell in ran.notebook.cells if is_check(cell)]
     assert ran.tampered == [] and ran.kernels == 1
     assert all(v.status == "" and v.score is not None and not v.score.messages for v in verdicts)
-
-
-def test_threads_of_the_test_are_no_part_of_it() -> None:
-    assert threading.active_count() < 20
