@@ -11,6 +11,7 @@ import base64
 import html
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -596,6 +597,89 @@ def _micro_batch_view(now: Choices, before: Choices | None, controls: Sequence[C
     return View(
         finding, ("micro-batch", "peak", "micro-batches a step", "on the card"), tuple(rows), note, figure
     )
+
+
+# -- chapter 6: seven steps ---
+
+_BATCHES = (8, 32, 128, 1024)
+
+
+def seven_steps(
+    model: str = "llama2-7b", gpu: str = "A100-80GB", cards: int = 8, batch: int = 32
+) -> Explorer:
+    """Seven levers, one after the other, in the usual order: each one's peak on a card, by closed forms.
+
+    It starts from fp32 with eager attention. batch: samples of one optimizer step on all cards together.
+    Raises ValueError for a model or a card that isn't known, or for less than one card.
+    """
+    config, card = models.model(model), hardware.gpu(gpu)
+    if cards < 1 or batch < cards:
+        raise ValueError(f"give at least one card and one sample for each, not {cards} and {batch}")
+    lengths = ((_OWN_SEQUENCE, None), *((f"{n:,} tokens", n) for n in (128, 200, 512, 1024, 2048, 4096)))
+    controls = [
+        Control("model", "Model", _names(tuple(models.MODELS))),
+        Control("gpu", "Card", _names(tuple(hardware.GPUS))),
+        Control("cards", "Cards", tuple((str(n), n) for n in sorted({1, 2, 4, 8, cards}))),
+        Control("batch", "Batch", tuple((f"{n:,}", n) for n in sorted({*_BATCHES, batch}))),
+        Control("sequence", "Sequence", lengths),
+        Control("impl", "AdamW's step", _names(("foreach", "fused"))),
+    ]
+    start = {
+        "model": config.name, "gpu": card.name, "cards": cards, "batch": batch, "sequence": None,
+        "impl": "foreach",
+    }  # fmt: skip
+    return Explorer(_seven_view, controls, start)
+
+
+def _seven_recipes(now: Choices) -> dict[str, recipe.Recipe]:
+    cards, batch = now["cards"], now["batch"]
+    config = models.model(now["model"])
+    attends = isinstance(config, models.TransformerConfig)
+    each = max(1, batch // cards)
+    held = recipe.Recipe(
+        precision="fp32", optimizer_impl=now["impl"], micro_batch=each, world_size=cards,
+        sequence=now["sequence"] if attends else None, attention="eager" if attends else "sdpa",
+    )  # fmt: skip
+    chain = {"as it is": held}
+
+    def then(name: str, **changes: Any) -> None:
+        chain[name] = list(chain.values())[-1].replace(**changes)
+
+    then("1 micro-batch of 1", micro_batch=1)
+    then("2 bf16 autocast", precision="amp-bf16" if "bf16" in hardware.gpu(now["gpu"]).flops else "amp-fp16")
+    then("3 accumulation", accumulation=each)
+    then("4 checkpoints", checkpointing="full")
+    then("5 SDPA", attention="sdpa")
+    then("6 ZeRO-3", zero_stage=3 if cards > 1 else 0)
+    then("7 states on the host", offload=("optimizer_states:cpu",))
+    return chain
+
+
+def _seven_view(now: Choices, before: Choices | None = None) -> View:
+    config, card = models.model(now["model"]), hardware.gpu(now["gpu"])
+    steps = {name: footprint.footprint(config, each, card) for name, each in _seven_recipes(now).items()}
+    peaks = {name: step.peak_bytes for name, step in steps.items()}
+    fitting = next((name for name, size in peaks.items() if size <= card.memory_bytes), None)
+    many = f"{now['cards']} x {card.name}" if now["cards"] > 1 else card.name
+    finding = f"{config.name} on {many}: none of the seven steps makes it fit"
+    if fitting == "as it is":
+        finding = f"{config.name} on {many}: it fits as it is"
+    elif fitting:
+        finding = f"{config.name} on {many}: it first fits at step {fitting}"
+    rows, last = [], None
+    for name, step in steps.items():
+        change = "" if last is None else _signed(step.peak_bytes - last)
+        fits = "fits" if step.peak_bytes <= card.memory_bytes else "doesn't fit"
+        rows.append((name, units.format_bytes(step.peak_bytes), change, plots.phase(step.peak_phase), fits))
+        last = step.peak_bytes
+    note = "Closed forms: live tensors of one card; context and cache come on top."
+    if before is not None:
+        was = [footprint.footprint(before["model"], r).peak_bytes for r in _seven_recipes(before).values()]
+        note = f"After all seven: {units.format_bytes(was[-1])} → {units.format_bytes(last or 0)}. {note}"
+    names = list(peaks)
+    changes = [(b, peaks[b] - peaks[a]) for a, b in itertools.pairwise(names)]
+    figure = plots.waterfall(("as it is", peaks["as it is"]), changes, card.memory_bytes, finding)
+    return View(finding, ("step", "peak", "change", "in", "on the card"), tuple(rows), note, figure)
 
 
 # -- chapter 7: what three ways to use many cards send ---

@@ -35,7 +35,8 @@ from memlab.units import unknown_name
 EVIDENCE_MIME = "application/vnd.memlab.evidence+json"
 
 #: Chapter number -> module with its exercises.
-CHAPTERS = {"1": "memory_basics", "2": "four_consumers", "3": "deep", "4": "wide", "5": "big_data", "7": "faq"}
+CHAPTERS = {"1": "memory_basics", "2": "four_consumers", "3": "deep", "4": "wide", "5": "big_data",
+            "6": "combined", "7": "faq"}  # fmt: skip
 
 #: Characters of one text, and of all evidence of one check as JSON.
 _MAX_TEXT, _MAX_EVIDENCE = 10_000, 2_000_000

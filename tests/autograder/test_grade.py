@@ -17,7 +17,7 @@ import pytest
 
 from autograder.course import Chapter
 from tests.autograder.small_course import edit, hand_in, small_course, solved, untouched
-from tests.exercises import mutants_1, mutants_2, mutants_3, mutants_4, mutants_5, mutants_7
+from tests.exercises import mutants_1, mutants_2, mutants_3, mutants_4, mutants_5, mutants_6, mutants_7
 
 CHAPTER = "01_memory_basics"
 WARNS = "import sys, warnings; warnings.warn('careful'); print('careful', file=sys.stderr)\n"
@@ -304,8 +304,8 @@ def mutated(chapter: Chapter, mutants: Any, number: int) -> tuple[Any, set[str]]
 
 @pytest.mark.parametrize(
     "mutants",
-    [mutants_1, mutants_2, mutants_3, mutants_4, mutants_5, mutants_7],
-    ids=["chapter 1", "chapter 2", "chapter 3", "chapter 4", "chapter 5", "chapter 7"],
+    [mutants_1, mutants_2, mutants_3, mutants_4, mutants_5, mutants_6, mutants_7],
+    ids=["chapter 1", "chapter 2", "chapter 3", "chapter 4", "chapter 5", "chapter 6", "chapter 7"],
 )
 def test_every_planted_wrong_answer_loses_points_through_nbgrader(mutants: Any, tmp_path: Path) -> None:
     name = {
@@ -314,6 +314,7 @@ def test_every_planted_wrong_answer_loses_points_through_nbgrader(mutants: Any, 
         mutants_3: "03_deep",
         mutants_4: "04_wide",
         mutants_5: "05_big_data",
+        mutants_6: "06_combined",
         mutants_7: "07_faq",
     }[mutants]
     [chapter] = small_course(tmp_path, name)

@@ -187,3 +187,19 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
     assert 1 < largest < now["batch"]
     assert widgets._micro_batch_peak(now, largest) <= capacity < widgets._micro_batch_peak(now, largest + 1)
     assert widgets._largest_micro_batch({**now, "model": "llama2-70b"}) == 0
+
+
+def test_the_seven_steps_agree_with_the_footprint():
+    explorer = widgets.seven_steps("bert-large", "T4", cards=1, batch=32)
+    peaks = {row[0]: row[1] for row in explorer.twin.rows}
+    assert len(peaks) == 8
+    recipe = Recipe(precision="amp-fp16", attention="sdpa", accumulation=32, checkpointing="full")
+    assert peaks["5 SDPA"] == units.format_bytes(footprint("bert-large", recipe, "T4").peak_bytes)
+    assert peaks["6 ZeRO-3"] == peaks["5 SDPA"]  # one card
+    more = explorer.show({**explorer.start, "impl": "fused"}, explorer.start)
+    assert "After all seven" in more.note and more.figure is not None
+
+
+def test_the_seven_steps_refuse_fewer_samples_than_cards():
+    with pytest.raises(ValueError, match="one sample for each"):
+        widgets.seven_steps("gpt2", "T4", cards=8, batch=4)
