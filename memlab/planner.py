@@ -460,7 +460,6 @@ class _Bytes:
 
     phases: Mapping[str, Mapping[str, int]]
     moments: Mapping[str, str]
-    host: Mapping[str, int]
 
     @cached_property
     def totals(self) -> dict[str, int]:
@@ -762,6 +761,7 @@ class _Planner:
         self._works: dict[tuple[Any, ...], _Work] = {}
         self._shares: dict[tuple[Any, ...], _Sizes] = {}
         self._leaving: dict[tuple[Any, ...], int] = {}
+        self._activations: dict[tuple[Any, ...], int] = {}
         self._blocks: int | None = None
 
     def _uneven(self) -> str:
@@ -788,9 +788,10 @@ class _Planner:
         without either serves all optimizers, one walk of a single sample all micro-batches.
         """
         rest = tuple(item for item in recipe.offload if not item.startswith("optimizer_states"))
-        key = recipe.replace(optimizer="sgd", optimizer_impl="foreach", offload=rest)
-        if recipe.accumulation > 2:
-            key = key.replace(accumulation=2)
+        key = recipe.replace(
+            optimizer="sgd", optimizer_impl="foreach", offload=rest, accumulation=min(recipe.accumulation, 2),
+            precision="bf16" if recipe.precision == "bf16-master" else recipe.precision,  # masters are states
+        )  # fmt: skip
         walk = self._walk(key)
         update = self._updating(recipe)
         states = update.peaks["optimizer"]["optimizer_states"]
@@ -802,8 +803,7 @@ class _Planner:
         for term in _terms(recipe, _Sizes.of(walk), rows, self.card):
             for phase, size in term.bytes.items():
                 rows[phase]["temporaries"] += size
-        host = {k: v for k, v in walk.host.items() if k != "optimizer_states"}
-        return _Bytes(rows, walk.moments, host)
+        return _Bytes(rows, walk.moments)
 
     def _updating(self, recipe: Recipe) -> Walk:
         """The same states and update, with a forward as small as can be."""
@@ -950,7 +950,8 @@ class _Planner:
     def _moved(self, r: Recipe) -> int:
         """Bytes of one sample's activations that leave the card."""
         key = (
-            r.precision, r.checkpointing, r.attention, r.sequence, r.image, r.tensor_parallel, r.lora_rank,
+            r.compute_dtype, r.autocast, r.checkpointing, r.attention, r.sequence, r.image, r.tensor_parallel,
+            r.lora_rank,
             r.base_weights,
         )  # fmt: skip
         if key not in self._leaving:
@@ -962,7 +963,7 @@ class _Planner:
             self._leaving[key] = self._walk(plain).host.get("activations", 0) // micro
         return self._leaving[key]
 
-    def _outside(self, r: Recipe, host: Mapping[str, int]) -> tuple[int, int]:
+    def _outside(self, r: Recipe) -> tuple[int, int]:
         """(host, NVMe) bytes of one machine."""
         places = {"cpu": 0, "nvme": 0}
         values = self._values(r)
@@ -973,10 +974,10 @@ class _Planner:
         elif r.offloaded("parameters"):
             states = sum(t.bytes for t in r.state_tensors((values,)))
             places[r.offloaded("optimizer_states") or "cpu"] += states
-            for what in ("parameters", "gradients"):
-                places[r.offloaded(what) or "cpu"] += host.get(what, 0)
+            places[r.offloaded("parameters") or "cpu"] += self._sizes(r).bytes // r.data_parallel
+            places[r.offloaded("gradients") or "cpu"] += values * DTYPE_BYTES[r.gradient_dtype]
         if where := r.offloaded("activations"):
-            places[where] += host.get("activations", 0)
+            places[where] += self._moved(r) * r.micro_batch
         return places["cpu"] * self._neighbours, places["nvme"] * self._neighbours
 
     # the verdict on one recipe
@@ -1017,15 +1018,17 @@ class _Planner:
         less = doubt - round(found.peak * ALLOCATOR_RESIDUAL)
         return "tight" if found.peak - less <= self.usable else "no"
 
-    def _outside_fits(self, recipe: Recipe, found: _Bytes) -> bool:
-        host, nvme = self._outside(recipe, found.host)
+    def _outside_fits(self, recipe: Recipe) -> bool:
+        if not recipe.offload:
+            return True
+        host, nvme = self._outside(recipe)
         return (self.host_bytes is None or host <= self.host_bytes) and nvme <= (self.nvme_bytes or 0)
 
     def _candidate(self, family: _Family, micro: int) -> Candidate:
         recipe = self._at(family, micro)
         found = family.known.get(micro) or self.bytes(recipe)
         doubt = sum(size for _, size, _ in self.uncertainty(recipe, found.peak))
-        host, nvme = self._outside(recipe, found.host)
+        host, nvme = self._outside(recipe)
         return Candidate(
             recipe.resolve(self.config, self.card), found.peak, found.peak_phase,
             self.usable - found.peak - doubt, family.rates.cost(micro, recipe.accumulation), family.numerics,
@@ -1078,6 +1081,8 @@ class _Planner:
                 for precision in (*precisions, *half):
                     for tensor, stage in self._layouts(precision):
                         offloads = [*self._offloads(precision, stage, optimizer)]
+                        if tensor > 1:  # each rank would move activations that all hold alike
+                            offloads = [o for o in offloads if "activations:cpu" not in o]
                         if frozen:  # adapters' states are small: nothing to move but activations
                             offloads = [o for o in offloads if o in ((), ("activations:cpu",))]
                         for offload, kept, scores in product(offloads, checkpointing, attention):
@@ -1232,17 +1237,28 @@ class _Planner:
 
     def _judge(self, family: _Family, micro: int) -> str:
         recipe = self._at(family, micro)
+        if not self._outside_fits(recipe):
+            return "no"
         if micro not in family.known:
             family.known[micro] = self.bytes(recipe)
-        state = self._state(recipe, family.known[micro])
-        return state if state == "no" or self._outside_fits(recipe, family.known[micro]) else "no"
+        return self._state(recipe, family.known[micro])
 
     def _bound_family(self, family: _Family) -> None:
         """The largest micro-batch that isn't hopeless: peaks grow with it."""
-        if self._least(family.recipe) > self.usable:
+        recipe = family.recipe
+        least = self._least(recipe)
+        if least > self.usable:
             family.most = 0
             return
-        sizes = self._micro_batches(family.recipe)
+        sizes = self._micro_batches(recipe)
+        if not recipe.offloaded("activations"):
+            kept = self._kept(recipe)
+            room = self.usable / (1 - FORMULA_RESIDUAL) - (least - self._graded(recipe))
+            if recipe.zero_stage >= 2:
+                room += self._block_weights(recipe)
+                if recipe.master_dtype:  # fp32 shards are the masters: no second copy
+                    room += self._values(recipe) * DTYPE_BYTES[recipe.parameter_dtype]
+            sizes = [b for b in sizes if kept * (1 if recipe.autocast else b) <= room]
         low, high = 0, len(sizes)
         if sizes and self._judge(family, sizes[0]) == "no":
             high = 0
@@ -1254,17 +1270,38 @@ class _Planner:
     def _least(self, recipe: Recipe) -> int:
         """Bytes that no micro-batch gets below: what one GPU keeps when the update begins."""
         whole = sum(self._counts(recipe))
-        shard = whole // recipe.data_parallel
-        each = 0 if recipe.offloaded("optimizer_states") else (
-            sum(t.bytes for t in recipe.state_tensors((2**20,))) / 2**20
-        )  # fmt: skip
-        kept = each * (shard if recipe.zero_stage >= 1 else whole)
+        kept = self._graded(recipe)
+        if not recipe.offloaded("optimizer_states"):
+            each = sum(t.bytes for t in recipe.state_tensors((2**20,))) / 2**20
+            kept += int(each * (whole // recipe.data_parallel if recipe.zero_stage >= 1 else whole))
         if not recipe.offloaded("parameters"):
             held = self._sizes(recipe).bytes
             kept += held // recipe.data_parallel if recipe.zero_stage >= 2 else held
-        if not recipe.offloaded("gradients") and not recipe.offloaded("parameters"):
-            kept += DTYPE_BYTES[recipe.gradient_dtype] * (shard if recipe.zero_stage >= 2 else whole)
-        return int(kept)
+        return kept
+
+    def _graded(self, recipe: Recipe) -> int:
+        """Of them, gradients: the only ones that needn't be there when activations are at their largest."""
+        if recipe.offloaded("gradients") or recipe.offloaded("parameters"):
+            return 0
+        whole = sum(self._counts(recipe))
+        shard = whole // recipe.data_parallel if recipe.zero_stage >= 2 else whole
+        return DTYPE_BYTES[recipe.gradient_dtype] * shard
+
+    def _kept(self, r: Recipe) -> int:
+        """Activations of the smallest micro-batch per sample, however states are sharded."""
+        key = (
+            r.compute_dtype, r.autocast, r.checkpointing, r.attention, r.sequence, r.image, r.tensor_parallel,
+            r.lora_rank, r.lora_targets, r.base_weights,
+        )  # fmt: skip
+        if key not in self._activations:
+            micro = 1 if self.transformer else 2
+            plain = r.replace(
+                micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel, optimizer="sgd",
+                optimizer_impl="foreach", offload=(),
+                precision="bf16" if r.precision == "bf16-master" else r.precision,
+            )  # fmt: skip
+            self._activations[key] = self._walk(plain).largest["activations"] // micro
+        return self._activations[key]
 
     def _nearest(self, families: Sequence[_Family]) -> Candidate | None:
         """Where nothing fits: the smallest peak among those that could be smallest."""
@@ -1289,7 +1326,7 @@ class _Planner:
 
     def fits(self, recipe: Recipe) -> bool:
         found = self.bytes(recipe)
-        return self._state(recipe, found) == "fits" and self._outside_fits(recipe, found)
+        return self._state(recipe, found) == "fits" and self._outside_fits(recipe)
 
     def _resized(self, recipe: Recipe, micro: int, **changes: Any) -> Recipe:
         changed = recipe.replace(micro_batch=micro, **changes)
@@ -1346,8 +1383,8 @@ class _Planner:
         if after.peak >= before.peak:
             why = f"{what} doesn't lower the peak, which stands in {before.peak_phase}"
             return self._stepped(name, chosen, False, why, price)
-        if not self._outside_fits(chosen, after):
-            host, nvme = self._outside(chosen, after.host)
+        if not self._outside_fits(chosen):
+            host, nvme = self._outside(chosen)
             need = f"{format_gb(host)} of host memory" + (f" and {format_gb(nvme)} of NVMe" if nvme else "")
             return self._stepped(name, chosen, False, f"{what} needs {need} per machine, not there", price)
         saved = before.peak - after.peak
