@@ -989,7 +989,8 @@ for name, cure in cures.items():
 # The models are of this kind, all fp32:
 
 # %% id="probe-source"
-print(inspect.getsource(faq.probe).partition("    class Block")[2].join(("    class Block", "")))
+source = inspect.getsource(faq.probe)
+print(textwrap.dedent(source[source.index("    class Block") : source.index("    return Probe()")]).rstrip())
 
 # %% [markdown] id="probe-text"
 # A spec gives the sizes and the switches. Here is one, traced in its second step (the moments are there; gradients are
