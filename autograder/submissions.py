@@ -1,43 +1,54 @@
-"""Finds submissions: one folder or zip per student, a notebook of a chapter recognised by its file name.
+"""Who handed in what: from folders, archives and LMS downloads to students with their notebooks.
 
-The student is the outer name (the folder's, or the zip's without `.zip`); nothing inside an archive is
-believed. Nothing is unpacked: notebooks are read from an archive in memory, with limits on size and number.
+    submissions/anna/02_four_consumers.ipynb             a folder for each student
+    submissions/anna.zip, anna.tar.gz                    an archive for each student
+    submissions/Anna Ek_123456_assignsubmission_file_/   Moodle
+    submissions/ekanna_LATE_12345_67890_hw.ipynb         Canvas
+    submissions/anna-hw2.ipynb with --pattern "{student}-hw*"
+    submissions.zip                                      any of these, in one archive
+
+The student is the outer name, or the row of the roster that it fits; nothing inside a student's own folder or
+archive is believed. A notebook's chapter is recognised by its file name.
 """
 
 from __future__ import annotations
 
-import lzma
+import io
 import re
-import struct
-import zipfile
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from time import mktime
 
+from autograder import archives
+from autograder.archives import (
+    UNPACK_ERRORS,
+    Entry,
+    in_archive,
+    in_folder,
+    is_notebook,
+    one_line,
+    readable,
+    suffix,
+)
 from autograder.course import CourseError
-from memlab.units import MIB, format_bytes
-
-#: A notebook with all its figures is below 5 MiB; one of 100 MiB holds a flood of outputs.
-MAX_NOTEBOOK = 64 * MIB
-MAX_FILES = 2_000
-
-#: What damaged, encrypted or exotic archives raise.
-_UNPACK_ERRORS = (
-    zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError, RuntimeError, EOFError, OSError,
-    ValueError, struct.error,
-)  # fmt: skip
+from autograder.roster import Person, Roster, key
 
 
 @dataclass(frozen=True)
 class Found:
-    """One notebook file: `data` is its content, or empty with the reason why it can't be read in `fault`."""
+    """One notebook file: `data` is its content, or empty with the reason why it can't be read in `fault`.
+
+    `attempt` and `late` are an LMS's word, from the outer name; `time_from` says where `modified` is from.
+    """
 
     name: str
     modified: float
     data: bytes = b""
     fault: str = ""
+    time_from: str = ""
+    note: str = ""
+    attempt: int = 0
+    late: bool = False
 
 
 @dataclass
@@ -45,55 +56,94 @@ class Student:
     """What one student handed in.
 
     `id` is the name in every table; `unnamed` are notebooks whose name holds no chapter's name; `notes` say
-    what couldn't be read.
+    what couldn't be read, `remarks` what is only worth knowing, `doubts` why a person should look. `moodle`
+    and `canvas` are the numbers that the LMS put into the file names.
     """
 
     id: str
     notebooks: dict[str, list[Found]] = field(default_factory=dict)
     unnamed: list[Found] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    name: str = ""
+    email: str = ""
+    moodle: str = ""
+    canvas: str = ""
+    submitted: float | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What an outer name says. `file` is what the LMS put behind its own part."""
+
+    student: str
+    file: str = ""
+    kind: str = ""
+    moodle: str = ""
+    canvas: str = ""
+    attempt: int = 0
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One thing at the top of what was given: a folder or a file."""
+
+    name: str
+    files: Iterable[Entry] = ()
+    file: Entry | None = None
+    path: Path | None = None
 
 
 def collect(
-    folder: Path, chapters: Sequence[str], out: Path | None = None
+    given: Path,
+    chapters: Sequence[str],
+    out: Path | None = None,
+    *,
+    pattern: str | None = None,
+    roster: Roster | None = None,
 ) -> tuple[list[Student], list[str]]:
-    """The students of a folder, by name, and a line for each thing in it that was left out.
+    """The students of a folder or archive, by name, and a line for each thing in it that was left out.
 
-    `out` is where the results go: it isn't a student, should it lie in the folder.
+    `out` is where the results go: it isn't a student, should it lie in the folder. `pattern` names loose
+    files (`"{student}-hw*"`). With a roster all its students are there, whether anything was
+    handed in or not.
 
-    Raises CourseError where there is no such folder or nothing in it.
+    Raises CourseError where there is nothing at all to read.
     """
-    if not folder.is_dir():
-        raise CourseError(f"no folder {folder}: give the folder that holds one folder or zip per student")
+    matcher = _pattern(pattern) if pattern else None
     students: dict[str, Student] = {}
-    ignored = []
-    for entry in sorted(folder.iterdir()):
-        if entry.name.startswith(".") or entry.name == "__MACOSX":
+    left_out: list[str] = []
+    for item in _items(given, out, left_out):
+        outer = outer_name(item.name, matcher)
+        loose = item.file is not None and not suffix(item.name)
+        if item.file is not None and item.file.fault and not is_notebook(item.file.path):
+            left_out.append(f"{readable(item.name)}: {item.file.fault}")
             continue
-        if out is not None and entry.resolve() == out.resolve():
+        if loose and not outer.kind:
+            left_out.append(
+                f"{readable(item.name)}: neither a folder nor an archive; each student needs one, or a name "
+                "that --pattern describes"
+            )
             continue
-        if entry.is_symlink():
-            ignored.append(f"{entry.name}: a link; links aren't followed")
-        elif entry.is_dir():
-            name = readable(entry.name)
-            student = students.setdefault(name, Student(name))
-            _sort_in(student, _in_folder(entry), chapters)
-        elif entry.suffix.lower() == ".zip" and entry.is_file():
-            name = readable(entry.stem)
-            student = students.setdefault(name, Student(name))
-            _sort_in(student, _in_zip(entry, student), chapters)
-        else:
-            ignored.append(f"{entry.name}: neither a folder nor a zip; each student needs one")
-    if not students:
-        hint = f" ({ignored[0]})" if ignored else ""
-        raise CourseError(f"no submissions in {folder}{hint}: it should hold one folder or zip per student")
-    return list(students.values()), ignored
-
-
-def readable(name: str) -> str:
-    """A file name as text that can be written anywhere: one line, in valid Unicode."""
-    text = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return " ".join(text.split()) or "student"
+        name = readable(outer.student)
+        identity = f"{name} {outer.moodle}{outer.canvas}".strip()
+        student = students.setdefault(identity, Student(name))
+        student.moodle, student.canvas = outer.moodle or student.moodle, outer.canvas or student.canvas
+        _sort_in(student, item, outer, chapters)
+    if not students and roster is None:
+        hint = f" ({left_out[0]})" if left_out else ""
+        raise CourseError(
+            f"no submissions in {given}{hint}: it should hold one folder or archive per student"
+        )
+    everybody = _named(list(students.values()))
+    for student in everybody:
+        if student.remarks and not student.notes and not student.notebooks and not student.unnamed:
+            student.notes, student.remarks = student.remarks, []
+    if roster is not None:
+        everybody = _by_roster(everybody, roster, left_out)
+    return everybody, left_out
 
 
 def chapter_of(filename: str, chapters: Sequence[str]) -> str | None:
@@ -102,70 +152,276 @@ def chapter_of(filename: str, chapters: Sequence[str]) -> str | None:
     return next((chapter for chapter in chapters if chapter in plain), None)
 
 
-def _sort_in(student: Student, files: Iterator[Found], chapters: Sequence[str]) -> None:
-    for found in files:
-        found = replace(found, name=readable(found.name))
+# -- outer names -------------------------------------------------------------------------------------------
+
+_MOODLE = re.compile(
+    r"(?P<name>.+?)_(?P<moodle>\d+)_assignsubmission_(?P<kind>file|onlinetext|[a-z]+)_?(?P<file>.*)",
+    re.DOTALL,
+)
+_CANVAS = re.compile(
+    r"(?P<name>[^_]+)(?P<late>_LATE)?_(?P<canvas>[1-9]\d+)_(?P<submission>[1-9]\d+)_(?P<file>.+)",
+    re.DOTALL | re.IGNORECASE,
+)
+_ATTEMPT = re.compile(r"(?:^|[ _-])attempt[ _-]?(\d{1,4})(?!\d)", re.IGNORECASE)
+#: Canvas adds -1, -2, … to a file that is handed in again.
+_AGAIN = re.compile(r"-(\d{1,3})(?:\.[A-Za-z0-9.]+)?$")
+
+
+def outer_name(name: str, pattern: re.Pattern[str] | None = None) -> Outer:
+    """What a file's or folder's own name says; `kind` is '' where it is a plain name."""
+    bare = archives.stem(name)
+    if match := _MOODLE.fullmatch(name):
+        who = match["name"]
+        if key(who).startswith("participant") or not key(who):  # marked blindly: everybody has this name
+            who = f"Participant {match['moodle']}"
+        attempt = _attempt(match["file"])
+        return Outer(who, match["file"], f"moodle {match['kind']}", match["moodle"], attempt=attempt)
+    if match := _CANVAS.fullmatch(name):
+        again = _AGAIN.search(match["file"])
+        attempt = int(again[1]) + 1 if again else 1
+        late = bool(match["late"])
+        return Outer(match["name"], match["file"], "canvas", "", match["canvas"], attempt, late)
+    if pattern is not None and (match := pattern.fullmatch(name) or pattern.fullmatch(bare)):
+        groups = match.groupdict()
+        attempt = int(groups.get("attempt") or 0) or _attempt(name)
+        return Outer(groups["student"], name, "pattern", attempt=attempt)
+    return Outer(bare or name, attempt=_attempt(name))
+
+
+def _attempt(text: str) -> int:
+    match = _ATTEMPT.search(text)
+    return int(match[1]) if match else 0
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """`{student}-hw*.ipynb`: the student's name, `{attempt}` a number, `*` anything."""
+    if text.count("{student}") != 1 or re.search(r"\{(?!student\}|attempt\})", text):
+        raise CourseError(
+            f'pattern {text!r}: say where the name stands, once, as in "{{student}}-hw*.ipynb"; '
+            "{attempt} is a number, * is anything"
+        )
+    parts = {"{student}": r"(?P<student>.+?)", "{attempt}": r"(?P<attempt>\d{1,4})", "*": ".*", "?": "."}
+    words = re.split(r"(\{student\}|\{attempt\}|\*|\?)", text)
+    try:
+        return re.compile("".join(parts.get(word, re.escape(word)) for word in words), re.I | re.S)
+    except re.error:
+        raise CourseError(f"pattern {text!r}: {{student}} and {{attempt}} may stand in it once") from None
+
+
+# -- what was given ----------------------------------------------------------------------------------------
+
+
+def _items(given: Path, out: Path | None, left_out: list[str]) -> Iterator[_Item]:
+    """The folders and files at the top of a folder or archive."""
+    if given.is_dir():
+        yield from _folder_items(given, out, left_out)
+    elif given.is_file():
+        if not suffix(given.name):
+            raise CourseError(
+                f"{given} is neither a folder nor an archive: give the folder, or the LMS's zip"
+            )
+        yield from _archive_items(given, left_out)
+    else:
+        raise CourseError(f"no folder {given}: give the folder or the zip that holds everybody's submissions")
+
+
+def _folder_items(given: Path, out: Path | None, left_out: list[str]) -> Iterator[_Item]:
+    for entry in sorted(given.iterdir()):
+        if entry.name.startswith(".") or entry.name == "__MACOSX":
+            continue
+        if out is not None and entry.resolve() == out.resolve():
+            continue
+        if entry.is_symlink():
+            left_out.append(f"{readable(entry.name)}: a link; links aren't followed")
+        elif entry.is_dir():
+            yield _Item(entry.name, in_folder(entry))
+        elif suffix(entry.name) and entry.is_file():
+            yield _Item(entry.name, file=Entry(PurePosixPath(entry.name)), path=entry)
+        else:
+            yield _Item(entry.name, file=archives.read_file(entry, PurePosixPath(entry.name)))
+
+
+def _archive_items(given: Path, left_out: list[str]) -> Iterator[_Item]:
+    """The same of an archive of a whole class, whose outermost folder may be one around everything."""
+    entries: list[Entry] = []
+    try:
+        with given.open("rb") as stream:
+            for entry in in_archive(stream, given.name, archives.MAX_CLASS, files=100_000):
+                if archives.is_hidden(entry.path) or not entry.path.parts:
+                    continue
+                if entry.path.is_absolute() or ".." in entry.path.parts:
+                    left_out.append(f"{readable(str(entry.path))}: a path that leaves the archive")
+                    continue
+                entries.append(entry)
+    except UNPACK_ERRORS as error:
+        if not entries:
+            raise CourseError(f"{given} can't be read: {one_line(error)}") from None
+        left_out.append(f"{given.name}: what follows can't be read: {one_line(error)}")
+    tops = {entry.path.parts[0] for entry in entries}
+    wrapped = len(tops) == 1 and not any(len(e.path.parts) == 1 and not e.folder for e in entries)
+    if wrapped and _wraps_a_class(next(iter(tops)), given, entries):
+        entries = [
+            replace(e, path=PurePosixPath(*e.path.parts[1:])) for e in entries if len(e.path.parts) > 1
+        ]
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.path.parts[0], []).append(entry)
+    for name, members in sorted(groups.items()):
+        inner = [replace(m, path=PurePosixPath(*m.path.parts[1:])) for m in members if len(m.path.parts) > 1]
+        if len(members) == 1 and not inner and not members[0].folder:
+            yield _Item(name, file=members[0])
+        else:
+            yield _Item(name, [entry for entry in inner if not entry.folder])
+
+
+def _wraps_a_class(top: str, given: Path, entries: Sequence[Entry]) -> bool:
+    """Whether the one folder of an archive is the class, and not a student's."""
+    if outer_name(top).kind:
+        return False
+    inside = {entry.path.parts[1] for entry in entries if len(entry.path.parts) > 1}
+    known = any(outer_name(name).kind for name in inside)
+    return known or key(top) == key(archives.stem(given.name)) or all(suffix(name) for name in inside)
+
+
+# -- one student's files -----------------------------------------------------------------------------------
+
+
+def _sort_in(student: Student, item: _Item, outer: Outer, chapters: Sequence[str]) -> None:
+    if outer.kind == "moodle onlinetext":
+        student.remarks.append(f"{readable(item.name)}: text typed into Moodle isn't graded; read it there")
+        return
+    others: list[str] = []
+    read = 0
+    for entry in _files(student, item, outer):
+        name = readable(str(entry.path))
+        if not is_notebook(entry.path):
+            others.append(name)
+            continue
+        read += len(entry.data)
+        if read > archives.MAX_UNPACKED:
+            student.notes.append(f"{readable(item.name)}: {archives.too_large(read, archives.MAX_UNPACKED)}")
+            break
+        found = Found(
+            name,
+            entry.modified,
+            entry.data,
+            entry.fault,
+            entry.time_from,
+            entry.note,
+            outer.attempt,
+            outer.late,
+        )
         chapter = chapter_of(found.name, chapters)
         if chapter is None:
             student.unnamed.append(found)
         else:
             student.notebooks.setdefault(chapter, []).append(found)
+    if others and not student.notebooks and not student.unnamed:
+        student.remarks.append(f"no notebook among what was handed in: {', '.join(others[:3])}"[:200])
 
 
-def _is_notebook(path: PurePosixPath) -> bool:
-    hidden = any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in path.parts)
-    return path.suffix.lower() == ".ipynb" and not hidden
+def _files(student: Student, item: _Item, outer: Outer) -> Iterator[Entry]:
+    """The files of an item; those of an archive in it in their place."""
+    if item.file is not None:
+        entry = replace(item.file, path=PurePosixPath(outer.file or item.name))
+        if not suffix(item.name):
+            yield entry
+        elif entry.fault:
+            student.notes.append(f"{readable(item.name)}: {entry.fault}")
+        elif item.path is not None:
+            try:
+                if item.path.stat().st_size > archives.MAX_ARCHIVE:
+                    raise archives.Limit(archives.too_large(item.path.stat().st_size, archives.MAX_ARCHIVE))
+                with item.path.open("rb") as stream:
+                    yield from _unpacked(student, stream, item.name)
+            except OSError as error:
+                student.notes.append(f"{readable(item.name)}: can't be read: {error.strerror}")
+            except archives.Limit as error:
+                student.notes.append(f"{readable(item.name)}: {error}")
+        else:
+            yield from _unpacked(student, io.BytesIO(entry.data), item.name)
+        return
+    for entry in item.files:
+        if entry.fault and not is_notebook(entry.path):
+            student.notes.append(f"{readable(str(entry.path))}: {entry.fault}")
+        elif suffix(entry.path.name) and not archives.is_hidden(entry.path):
+            for inner in _unpacked(student, io.BytesIO(entry.data), str(entry.path)):
+                yield replace(inner, path=entry.path / inner.path)
+        else:
+            yield entry
 
 
-def _in_folder(folder: Path) -> Iterator[Found]:
-    for number, path in enumerate(sorted(folder.rglob("*"))):
-        name = path.relative_to(folder).as_posix()
-        if number >= MAX_FILES:
-            yield Found(name, 0, fault=f"more than {MAX_FILES} files; this one and the rest weren't read")
-            return
-        if not _is_notebook(PurePosixPath(name)):
-            continue
-        try:
-            modified = path.lstat().st_mtime
-            if path.is_symlink() or any(
-                p.is_symlink() for p in path.parents if p != folder and folder in p.parents
-            ):
-                yield Found(name, modified, fault="a link; links aren't followed")
-            elif not path.is_file():
-                yield Found(name, modified, fault="a folder with the name of a notebook")
-            elif path.stat().st_size > MAX_NOTEBOOK:
-                yield Found(name, modified, fault=_too_large(path.stat().st_size))
-            else:
-                yield Found(name, modified, path.read_bytes())
-        except OSError as error:
-            yield Found(name, 0, fault=f"can't be read: {error.strerror}")
-
-
-def _in_zip(path: Path, student: Student) -> Iterator[Found]:
+def _unpacked(student: Student, stream: io.BufferedIOBase | io.BufferedReader, name: str) -> Iterator[Entry]:
+    """The files of a student's archive. An archive in it isn't opened; its faults become notes."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            if len(entries) > MAX_FILES:
-                student.notes.append(f"{path.name}: more than {MAX_FILES} files; the rest weren't read")
-            for entry in entries[:MAX_FILES]:
-                if entry.is_dir() or not _is_notebook(PurePosixPath(entry.filename)):
-                    continue
-                try:
-                    yield _member(archive, entry)
-                except _UNPACK_ERRORS as error:
-                    yield Found(entry.filename, 0, fault=f"can't be unpacked: {error}")
-    except _UNPACK_ERRORS as error:
-        student.notes.append(f"{path.name}: not a readable zip ({error})")
+        for entry in in_archive(stream, name):  # type: ignore[arg-type]
+            if archives.is_hidden(entry.path) or entry.folder:
+                continue
+            inner = readable(str(entry.path))
+            if suffix(entry.path.name):
+                student.notes.append(f"{readable(name)}: {inner}: an archive in an archive isn't opened")
+            elif entry.fault and not is_notebook(entry.path):
+                student.notes.append(f"{readable(name)}: {inner}: {entry.fault}")
+            else:
+                yield entry
+    except UNPACK_ERRORS as error:
+        student.notes.append(f"{readable(name)}: not a readable {suffix(name)[1:]} ({one_line(error)})")
 
 
-def _member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Found:
-    modified = mktime((*entry.date_time, 0, 0, -1))
-    with archive.open(entry) as stream:  # the declared size isn't believed either
-        data = stream.read(MAX_NOTEBOOK + 1)
-    if len(data) > MAX_NOTEBOOK:
-        return Found(entry.filename, modified, fault=_too_large(len(data)))
-    return Found(entry.filename, modified, data)
+# -- who is who --------------------------------------------------------------------------------------------
 
 
-def _too_large(size: int) -> str:
-    return f"larger than {format_bytes(MAX_NOTEBOOK)} ({format_bytes(size)} or more)"
+def _named(students: list[Student]) -> list[Student]:
+    """Two students of the same name keep apart by the LMS's number."""
+    names = [student.id for student in students]
+    for student in students:
+        student.name = student.id
+        number = student.moodle or student.canvas
+        if names.count(student.id) > 1 and number:
+            student.id = f"{student.id} {number}"
+    return sorted(students, key=lambda student: student.id)
+
+
+def _by_roster(students: list[Student], roster: Roster, left_out: list[str]) -> list[Student]:
+    """Students under the roster's ids; one who fits no row, or several, keeps the outer name and a doubt."""
+    found: dict[str, Student] = {}
+    strangers: list[Student] = []
+    for student in students:
+        participant = f"Participant {student.moodle}" if student.moodle else ""
+        people = roster.find(*filter(None, (participant, student.canvas, student.name, student.id)))
+        if len(people) == 1:
+            _merge(found, people[0], student)
+            continue
+        if people:
+            rows = ", ".join(person.id for person in people[:4])
+            student.doubts.append(f"{student.id!r} fits several students of the roster ({rows})")
+        else:
+            student.doubts.append(f"{student.id!r} isn't in the roster")
+        left_out.append(f"{student.doubts[-1]}: graded under this name")
+        strangers.append(student)
+    for person in roster.people:
+        if person.id not in found:
+            found[person.id] = Student(
+                person.id, name=person.name, email=person.email, submitted=person.submitted
+            )
+    for student in strangers:
+        while student.id in found:
+            student.id += " (not in the roster)"
+        found[student.id] = student
+    return sorted(found.values(), key=lambda student: student.id)
+
+
+def _merge(found: dict[str, Student], person: Person, student: Student) -> None:
+    """Adds what `student` handed in to the person's other submissions."""
+    into = found.get(person.id)
+    if into is None:
+        student.id, student.name, student.email = person.id, person.name or student.name, person.email
+        student.submitted = person.submitted
+        found[person.id] = student
+        return
+    for chapter, files in student.notebooks.items():
+        into.notebooks.setdefault(chapter, []).extend(files)
+    into.unnamed += student.unnamed
+    into.notes += student.notes
+    into.remarks += student.remarks
+    into.moodle, into.canvas = into.moodle or student.moodle, into.canvas or student.canvas
