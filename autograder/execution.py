@@ -366,7 +366,10 @@ class _Client:
                 elif channel == "iopub":
                     sink.add(kind, content)
             if sink.received > sink.budget.flood and not why and reply is None:
-                why, until = f"it printed more than {format_bytes(sink.budget.flood)}", now + sink.budget.grace_seconds
+                why, until = (
+                    f"it printed more than {format_bytes(sink.budget.flood)}",
+                    now + sink.budget.grace_seconds,
+                )
                 self.kernel.interrupt()
             if quiet and self.kernel.poll() is not None:
                 raise _Stopped(_death(self.kernel.ended or ""))

@@ -122,6 +122,9 @@ def why_no_bubblewrap() -> str:
     path = shutil.which("bwrap")
     if path is None:
         return "bubblewrap (bwrap) isn't installed"
+    hidden = [folder for folder in _python_folders() if folder.is_relative_to("/tmp")]
+    if hidden:
+        return f"this Python lies in {hidden[0]}, and every submission has a /tmp of its own"
     probe = (
         "import ctypes, os, sys; c = ctypes.CDLL(None, use_errno=True)\n"
         "if c.unshare(0x28020000): sys.exit(os.strerror(ctypes.get_errno()))\n"
@@ -244,7 +247,7 @@ def _environment() -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "MPLCONFIGDIR": f"{_HOME}/matplotlib",
+        "MPLCONFIGDIR": "/tmp/matplotlib",
         "IPYTHONDIR": f"{_WORK}/.ipython",
         "OMP_NUM_THREADS": "1",
         "MEMLAB_GRADING": "1",
@@ -307,12 +310,14 @@ class Sandbox:
         (self._folder / "runs").chmod(0o755)
         zygote = f"{_HOME}/zygote.py"
         command = [*_isolation(shutil.which("bwrap") or "bwrap"), *_visible_system(), *_masked()]
-        for name in (_HOME, f"{_HOME}/matplotlib", _WORK, _RUNS, _RUN):
+        for name in (_HOME, _WORK, _RUNS, _RUN):
             command += ["--perms", "0755", "--dir", name]
         command += ["--ro-bind", self.settings.library, _LIBRARY, "--ro-bind", str(_ZYGOTE), zygote]
         command += ["--bind", str(self._folder / "runs"), _RUNS]
         for name, value in environment.items():
             command += ["--setenv", name, value]
+        # what bubblewrap made belongs to the user that runs it, and would outlive a submission
+        command += ["--remount-ro", "/dev", "--remount-ro", "/"]
         return [*command, "--chdir", "/", sys.executable, "-s", "-P", zygote, str(descriptor)]
 
     def _library(self) -> str:

@@ -421,7 +421,8 @@ def _kernel(order: dict[str, Any], to_init: int, from_init: int) -> NoReturn:
         from ipykernel.iostream import IOPubThread
 
         # prints of forked processes would come by TCP, and libzmq aborts where that is refused
-        setattr(IOPubThread, "_setup_pipe_in", lambda thread: vars(thread).update(_pipe_flag=False))  # noqa: B010
+        threads: Any = IOPubThread
+        threads._setup_pipe_in = lambda thread: setattr(thread, "_pipe_flag", False)
     app: Any = IPKernelApp.instance()
     app.initialize(
         ["-f", order["connection"], "--HistoryManager.enabled=False", "--IPKernelApp.log_level=50"]
