@@ -1296,8 +1296,8 @@ class _Planner:
         if key not in self._activations:
             micro = 1 if self.transformer else 2
             plain = r.replace(
-                micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel, optimizer="sgd",
-                optimizer_impl="foreach", offload=(),
+                micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel,
+                optimizer="sgd", optimizer_impl="foreach", offload=(),
                 precision="bf16" if r.precision == "bf16-master" else r.precision,
             )  # fmt: skip
             self._activations[key] = self._walk(plain).largest["activations"] // micro
