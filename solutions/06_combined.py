@@ -1,12 +1,13 @@
 # %% [markdown] id="title" claims="C6-07 C6-13"
 # # 6. The combined strategy: a memory budget that adds up
 #
-# You have met the levers one at a time: micro-batches, autocast, checkpoints, fused attention, ZeRO, offload. On the job
-# you need all of them at once, and the question isn't "which is best?" but "which of my bytes is too many?".
+# You have met the levers one at a time: micro-batches, autocast, checkpoints, fused attention, ZeRO, offload. On the
+# job you need all of them at once, and the question isn't "which is best?" but "which of my bytes is too many?".
 #
 # A widely read Chinese-language article for engineers ("the article" below) ends with two such plans: LLaMA-2-70B on
 # eight A100s, and BERT-large on a 16 GB card. In this chapter you'll check both line by line. Then you build what an
-# engineer uses: a budget, a step with all levers, an optimizer with 8-bit states, and a planner. At the end there is a game.
+# engineer uses: a budget, a step with all levers, an optimizer with 8-bit states, and a planner. At the end there is
+# a game.
 #
 # You need no GPU. Stop at each question in **bold** and write your guess down before you run the next cell.
 
@@ -46,10 +47,10 @@ lab = memlab.begin("06_combined", device=device, size=size, seed=seed)
 # %% [markdown] id="fails" claims="C0-12 C6-07"
 # ## 1. A step that doesn't fit
 #
-# The article's plan for LLaMA-2-70B: eight A100s of 80 GB (640 GB in all), bf16, ZeRO-3, checkpointing, FlashAttention,
-# micro-batch 1. All five techniques together, and it says that some 70 GB per card are left: it just fits. **Does it?** Here
-# is one of the eight ranks, on a virtual card that raises what CUDA would raise. (Fewer layers on a smaller card at size
-# `smallest`.)
+# The article's plan for LLaMA-2-70B: eight A100s of 80 GB (640 GB in all), bf16, ZeRO-3, checkpointing,
+# FlashAttention, micro-batch 1. All five techniques together; it arrives at some 70 GB on each card, which
+# just fits. **Does it?** Here is one of the eight ranks, on a virtual card that raises what CUDA would raise. (Fewer
+# layers on a smaller card at size `smallest`.)
 
 # %% id="fails-run"
 llama70, card = models.model("llama2-70b"), hardware.gpu("A100-80GB")
@@ -74,8 +75,8 @@ assert refused
 # %% [markdown] id="sums" claims="C6-08 C6-09 C6-14"
 # ## 2. Bytes per parameter
 #
-# The article's sum goes: "bf16 takes the parameters from 1400 GB to 700 GB; ZeRO-3 divides them by eight, 87.5 GB; with checkpointing
-# 70 GB". **Which bytes per parameter are 1400 GB? And 700?** List what each recipe really keeps:
+# The article's sum goes: "bf16 takes the parameters from 1400 GB to 700 GB; ZeRO-3 divides them by eight, 87.5 GB;
+# with checkpointing 70 GB". **Which bytes per parameter are 1400 GB? And 700?** List what each recipe really keeps:
 
 # %% id="sums-run" claims="C6-08 C6-09"
 P = llama70.parameter_count
@@ -101,13 +102,13 @@ assert sum(kinds["fp32, Adam"]) == sum(kinds["bf16 with fp32 master weights"]) =
 assert 137.9e9 < 16 * P / 8 < 138e9
 
 # %% [markdown] id="sums-read" claims="C6-01"
-# bf16 doesn't halve the states. Autocast keeps fp32 weights and makes bf16 copies; "mixed precision" with master weights keeps a
-# bf16 weight *and* an fp32 one. Both are 16 bytes per parameter, as in fp32: 1104 GB, 138 GB on each of eight cards. What gets
-# half as large are matrix products' activations, and time. The article's 10 bytes exist (8-bit Adam with master weights), but
-# aren't "bf16", and 87.5 GB is more than its own card has.
+# bf16 doesn't halve the states. Autocast keeps fp32 weights and makes bf16 copies; "mixed precision" with master
+# weights keeps a bf16 weight *and* an fp32 one. Both are 16 bytes per parameter, as in fp32: 1104 GB, 138 GB on each
+# of eight cards. What gets half as large are matrix products' activations, and time. The article's 10 bytes exist
+# (8-bit Adam with master weights), but aren't "bf16", and 87.5 GB is more than its own card has.
 #
-# Two more numbers of that plan, while we are here. **It says micro-batch 1 and accumulation 2048: how many tokens is one
-# step? And how long would eight cards train LLaMA-2-70B?**
+# Two more numbers of that plan, while we are here. **It says micro-batch 1 and accumulation 2048: how many tokens is
+# one step? And how long would eight cards train LLaMA-2-70B?**
 
 # %% id="batch-run" claims="C6-12 C6-13 C6-07"
 tokens = 8 * 1 * 2048 * 4096
@@ -125,8 +126,9 @@ assert round(hours / 8 / 8766, 1) == 24.5
 # %% [markdown] id="adds" claims="C6-10 C6-11"
 # ## 3. A budget that adds up
 #
-# States are one item. The others are what the *step* needs. **How much does one block of 70B keep for its backward, at one
-# text of 4096 tokens? And how much do 80 of them keep with checkpoints?** Two blocks, traced; their difference is one.
+# States are one item. The others are what the *step* needs. **How much does one block of 70B keep for its backward,
+# at one text of 4096 tokens? And how much do 80 of them keep with checkpoints?** Two blocks, traced; their difference
+# is one.
 
 
 # %% id="block-run" claims="C6-10"
@@ -147,21 +149,22 @@ print(f"one copy of its attention scores in bf16 would be {format_gb(scores)}; f
 assert inputs == 2 * 4096 * 8192 and abs(scores / 2.147e9 - 1) < 0.001
 
 # %% [markdown] id="block-read"
-# Checkpointing doesn't halve activations here, it takes away all but a twentieth. And it takes nothing from the states. Both
-# FlashAttention and checkpoints are right for this plan; they just aren't what's wrong with it.
+# Checkpointing doesn't halve activations here, it takes away all but a twentieth. And it takes nothing from the
+# states. Both FlashAttention and checkpoints are right for this plan; they just aren't what's wrong with it.
 #
-# Now the whole bill of one card. Under ZeRO-3 a block's weights are *gathered* before it works: this block's and the next
-# one's, fetched ahead of time; and its gradient is whole for a moment before it is reduced and scattered. The logits of a
-# vocabulary of 32,000 exist in bf16, as an fp32 copy and once more as the loss's softmax: 2 + 4 + 4 bytes each.
+# Now the whole bill of one card. Under ZeRO-3 a block's weights are *gathered* before it works: this block's and the
+# next one's, fetched ahead of time; and its gradient is whole for a moment before it is reduced and scattered. The
+# logits of a vocabulary of 32,000 exist in bf16, as an fp32 copy and once more as the loss's softmax: 2 + 4 + 4 bytes
+# each.
 
 # %% [markdown] id="ex-6-1-text"
 # **Exercise 6.1** (2 points). Write the bill, item by item, in bytes on one card:
 #
 # * `parameters`, `gradients`, `optimizer_states`: whole or 1/N, by ZeRO's stage.
 # * `gathered`: with stage 3 the weights of two blocks and the gradient of one, whole. Else 0.
-# * `activations`: a block keeps `per_token` bytes for each token; with eager attention also `per_score` bytes for each head
-#   and pair of tokens of a text. Without checkpoints every block does; with them each block keeps its input, `hidden` numbers of
-#   2 bytes per token, and one block is whole, the one that is being recomputed.
+# * `activations`: a block keeps `per_token` bytes for each token; with eager attention also `per_score` bytes for
+#   each head and pair of tokens of a text. Without checkpoints every block does; with them each block keeps its
+#   input, `hidden` numbers of 2 bytes per token, and one block is whole, the one that is being recomputed.
 # * `logits`: 10 bytes for each token and word of the vocabulary.
 # * `total`.
 
@@ -196,8 +199,8 @@ def budget(m, each, N, stage, mb, s, ckpt, flash):
 memlab.check("6.1", budget)
 
 # %% [markdown] id="bill"
-# Here is that bill for the plan of the opening in pure bf16 (2 + 2 + 4 bytes, fused AdamW). **What does the sum say, and is
-# the real peak above or below it?**
+# Here is that bill for the plan of the opening in pure bf16 (2 + 2 + 4 bytes, fused AdamW). **What does the sum say,
+# and is the real peak above or below it?**
 
 # %% id="bill-run"
 shape = combined._plans(0)[0]
@@ -217,16 +220,18 @@ plots.waterfall(
 )
 
 # %% [markdown] id="bill-read" claims="C6-14"
-# The sum is a few GB above the traced peak, and it has to be: its items don't all exist at one moment. When the logits are there,
-# hardly any gradient is; when the last gradients come, most checkpoints are gone. **A sum of items is an upper bound; the peak is
-# a maximum over moments.** Near the edge of a card that is the difference between yes and no.
+# The sum is a few GB above the traced peak, and it has to be: its items don't all exist at one moment. When the
+# logits are there, hardly any gradient is; when the last gradients come, most checkpoints are gone. **A sum of items
+# is an upper bound; the peak is a maximum over moments.** Near the edge of a card that is the difference between yes
+# and no.
 
 # %% [markdown] id="nine" claims="C0-12 C6-14 C6-06"
 # ## 4. Nine ways to train 70B on eight cards
 #
 # So what *does* fit? Each of these ways was traced on a virtual A100 with 80 layers, the card's rules and its caching
-# allocator (`python -m benchmarks.sharded`; a minute or two, so the numbers are stored). All with checkpoints and fused attention, one
-# text of 4096 tokens per rank. **Guess for each whether it fits in 85.2 GB, before you run the cell.**
+# allocator (`python -m benchmarks.sharded`; a minute or two, so the numbers are stored). All with checkpoints and
+# fused attention, one text of 4096 tokens per rank. **Guess for each whether it fits in 85.2 GB, before you run the
+# cell.**
 
 # %% id="nine-run"
 for way in combined.WAYS:
@@ -235,13 +240,15 @@ for way in combined.WAYS:
 # %% [markdown] id="ex-6-2-text"
 # **Exercise 6.2** (2 points). Compute the verdicts. In bytes per parameter:
 #
-# * bf16 weights are 2, gradients 2 (4 if `fp32_gradients`), master weights 4 (only `"bf16-master"`); AdamW's two moments are 8 beside
-#   master weights, 4 in pure bf16, 2 if `"adamw-8bit"`. With LoRA (`adapters`) only those are trained, in pure bf16.
+# * bf16 weights are 2, gradients 2 (4 if `fp32_gradients`), master weights 4 (only `"bf16-master"`); AdamW's two
+#   moments are 8 beside master weights, 4 in pure bf16, 2 if `"adamw-8bit"`. With LoRA (`adapters`) only those are
+#   trained, in pure bf16.
 # * `states_on_host`: master weights and moments lie in host memory. Else nothing does.
-# * Everything is divided among the cards. `rest` (activations, gathered blocks, …) is there on each card in the backward, and gone
-#   in the optimizer step.
-# * In the step a `foreach` optimizer makes one more tensor of the moments' dtype for each parameter. Under tensor parallelism with master weights
-#   every bf16 gradient also exists in fp32 (with ZeRO-3 the shards are the fp32 weights themselves, and nothing is made).
+# * Everything is divided among the cards. `rest` (activations, gathered blocks, …) is there on each card in the
+#   backward, and gone in the optimizer step.
+# * In the step a `foreach` optimizer makes one more tensor of the moments' dtype for each parameter. Under tensor
+#   parallelism with master weights every bf16 gradient also exists in fp32 (with ZeRO-3 the shards are the fp32
+#   weights themselves, and nothing is made).
 #
 # The peak is the larger of the two moments. A way fits if 2 GB for the CUDA context are left.
 
@@ -325,9 +332,9 @@ plots.consumers(
 # %% [markdown] id="bert" claims="C6-18 C6-22"
 # ## 5. BERT-large, redone
 #
-# The article's second plan is a table: BERT-large (340M), batch 32. FP32 20 GB; with bf16 10 GB; with micro-batch 1 and
-# 32 accumulations still 10 GB; with checkpoints 8 GB. The length of the texts isn't stated. **Which of these three steps saves most? And is
-# there any length at which 20 → 10 → 10 → 8 could be right?**
+# The article's second plan is a table: BERT-large (340M), batch 32. FP32 20 GB; with bf16 10 GB; with micro-batch 1
+# and 32 accumulations still 10 GB; with checkpoints 8 GB. The length of the texts isn't stated. **Which of these
+# three steps saves most? And is there any length at which 20 → 10 → 10 → 8 could be right?**
 
 # %% id="bert-run" claims="C6-18 C6-19 C6-20 C6-21"
 bert = models.model("bert-large")
@@ -352,9 +359,9 @@ assert [round(max(r["forward"], r["backward"]) / GB, 1) for r in rows] == [19.0,
 assert all(round(r["optimizer"] / GB, 1) == 6.7 for r in rows)
 
 # %% [markdown] id="bert-read" claims="C6-18 C6-19 C6-20 C6-21"
-# At 200 tokens the first row is right: so 20 GB *means* about 200 tokens. Then bf16 takes 22% and not half, since 5.4 GB of
-# states stay fp32. Micro-batches, "unchanged" in the article, are the step that saves most. And the last row is the strangest:
-# checkpoints lower *nothing*. **Why?** Look at the phase in brackets.
+# At 200 tokens the first row is right: so 20 GB *means* about 200 tokens. Then bf16 takes 22% and not half, since 5.4
+# GB of states stay fp32. Micro-batches, "unchanged" in the article, are the step that saves most. And the last row is
+# the strangest: checkpoints lower *nothing*. **Why?** Look at the phase in brackets.
 
 # %% id="bert-phases" claims="C6-20 C6-21"
 print(f"{'S = 200':26}{'forward/backward':>18}{'foreach step':>14}{'fused step':>12}")
@@ -378,18 +385,19 @@ for row in ("fp32, batch 32", "bf16 autocast", "checkpoints"):
 plots.timelines(traces, "BERT-large at 200 tokens: the peak moves into the step")
 
 # %% [markdown] id="bert-phases-read" claims="C6-22"
-# The default AdamW on a GPU (`foreach`) makes one more fp32 tensor for every parameter while it steps: 4 + 4 + 8 + 4 = 20 bytes each, 6.7 GB.
-# Once the activations are below that hill, no lever on activations moves the peak. `fused=True` makes it 16 bytes, and then checkpoints count again, a
-# little. The conclusion stands: a 16 GB card trains BERT-large, at 200 tokens with micro-batch 1 even without bf16. Its
-# numbers don't.
+# The default AdamW on a GPU (`foreach`) makes one more fp32 tensor for every parameter while it steps: 4 + 4 + 8 + 4
+# = 20 bytes each, 6.7 GB. Once the activations are below that hill, no lever on activations moves the peak.
+# `fused=True` makes it 16 bytes, and then checkpoints count again, a little. The conclusion stands: a 16 GB card
+# trains BERT-large, at 200 tokens with micro-batch 1 even without bf16. Its numbers don't.
 
 # %% [markdown] id="ex-6-3-text"
-# **Exercise 6.3** (2 points). Both hills, for fp32 weights or autocast (4 B of weights, 4 of gradients, 8 of moments; `kept` includes autocast's
-# copies). Ask at each moment whether gradients are alive:
+# **Exercise 6.3** (2 points). Both hills, for fp32 weights or autocast (4 B of weights, 4 of gradients, 8 of moments;
+# `kept` includes autocast's copies). Ask at each moment whether gradients are alive:
 #
-# * they are when a micro-batch isn't the first of its step, and always when `zero_grad` only fills them with zeros (`freed` is False);
-# * when they are freed and there is a single micro-batch, the forward has none, but at the *end* of the backward all are there, beside
-#   what one block needs.
+# * they are when a micro-batch isn't the first of its step, and always when `zero_grad` only fills them with zeros
+#   (`freed` is False);
+# * when they are freed and there is a single micro-batch, the forward has none, but at the *end* of the backward all
+#   are there, beside what one block needs.
 
 
 # %% id="ex-6-3" exercise="6.3"
@@ -418,8 +426,8 @@ memlab.check("6.3", peaks)
 # %% [markdown] id="levers" claims="C6-02 C6-03 C6-04 C6-05 C6-15 C6-16 C6-17 C6-23 S-01 S-03 C0-11"
 # ## 6. Levers, their order and their price
 #
-# The article gives every technique stars, and an order: bf16, accumulation, checkpoints, FlashAttention, ZeRO, offload.
-# **Is there a best lever? Try each alone, on two jobs.**
+# The article gives every technique stars, and an order: bf16, accumulation, checkpoints, FlashAttention, ZeRO,
+# offload. **Is there a best lever? Try each alone, on two jobs.**
 
 # %% id="levers-run" claims="C6-23 S-01 S-03"
 jobs = {
@@ -448,7 +456,8 @@ print(f"\nthe best: {first}; {second}")
 assert first != second
 
 # %% [markdown] id="levers-read" claims="C0-11 C6-15 C6-16 C6-17 S-01"
-# The ranking turns over. (LLaMA's micro-batch is 1 already; accumulating only lets the gradients stay.) A lever moves its own term and no other, so ask first which term is too large, then choose:
+# The ranking turns over. (LLaMA's micro-batch is 1 already; accumulating only lets the gradients stay.) A lever moves
+# its own term and no other, so ask first which term is too large, then choose:
 #
 # | too large | lever, cheapest first | price |
 # |---|---|---|
@@ -460,8 +469,9 @@ assert first != second
 # | states, still | ZeRO-3 | 1.5 times the traffic, or more with accumulation |
 # | all else fails | offload | the host's link and memory |
 #
-# Two places differ from the article's order. Fused attention comes *before* checkpoints: it is exact and takes away what you would recompute. And bf16
-# is a lever for time first; on cards without it (V100, T4, RTX 20) it isn't one. The prices, computed:
+# Two places differ from the article's order. Fused attention comes *before* checkpoints: it is exact and takes away
+# what you would recompute. And bf16 is a lever for time first; on cards without it (V100, T4, RTX 20) it isn't one.
+# The prices, computed:
 
 # %% id="price-run" claims="C6-02 C6-04 C6-05 C6-06"
 seven = models.model("llama2-7b")
@@ -484,15 +494,17 @@ print(
 )
 
 # %% [markdown] id="price-read"
-# LLaMA-2-7B, 64 Ki tokens per card and step, by the cost model of section 8. Full checkpoints cost their third. Offloading the states once per step costs less
-# than that here, because 16 micro-batches share it. ZeRO-3 with 16 micro-batches gathers weights 32 times: accumulation isn't free of charge there.
+# LLaMA-2-7B, 64 Ki tokens per card and step, by the cost model of section 8. Full checkpoints cost their third.
+# Offloading the states once per step costs less than that here, because 16 micro-batches share it. ZeRO-3 with 16
+# micro-batches gathers weights 32 times: accumulation isn't free of charge there.
 #
 # Enough tables. **Build the step with all levers.**
 
 # %% [markdown] id="ex-6-4-text" claims="S-04"
-# **Exercise 6.4** (3 points). Four switches in one step, sixteen combinations. The check runs all of them for real on two small models (short texts, long texts)
-# and measures the bytes of each: 1 point if the gradients are those of the plain step, up to rounding with `amp`; 1 if every combination takes as
-# few bytes as it should. And 1 for `predict`: before anything runs, say how the sixteen rank (Spearman's rank correlation of 0.9).
+# **Exercise 6.4** (3 points). Four switches in one step, sixteen combinations. The check runs all of them for real on
+# two small models (short texts, long texts) and measures the bytes of each: 1 point if the gradients are those of the
+# plain step, up to rounding with `amp`; 1 if every combination takes as few bytes as it should. And 1 for `predict`:
+# before anything runs, say how the sixteen rank (Spearman's rank correlation of 0.9).
 #
 # A block of the model is a pre-norm transformer block with 4h MLP and no dropout; 12 h² parameters.
 
@@ -589,15 +601,16 @@ plots.curves(
 )
 
 # %% [markdown] id="grid-read" claims="S-04"
-# With long texts SDPA alone takes away about half, with short ones next to nothing. Combining pays where levers act on *different* bytes: SDPA and checkpoints
-# each take the scores, so the second of the two finds little left.
+# With long texts SDPA alone takes away about half, with short ones next to nothing. Combining pays where levers act
+# on *different* bytes: SDPA and checkpoints each take the scores, so the second of the two finds little left.
 
 # %% [markdown] id="eight" claims="C6-17"
 # ## 7. States in eight bits
 #
-# Adam's two moments are half of all state bytes. **Could a byte each be enough?** A byte has 256 levels, and moments span many powers of ten. Three ideas make it work
-# (Dettmers et al., arXiv:2110.02861): a scale for each *block* of 256 values, so that one outlier spoils only its own block; levels that lie denser near zero; and
-# a second moment that is never rounded to zero, since Adam divides by its root.
+# Adam's two moments are half of all state bytes. **Could a byte each be enough?** A byte has 256 levels, and moments
+# span many powers of ten. Three ideas make it work (Dettmers et al., arXiv:2110.02861): a scale for each *block* of
+# 256 values, so that one outlier spoils only its own block; levels that lie denser near zero; and a second moment
+# that is never rounded to zero, since Adam divides by its root.
 
 # %% id="eight-run"
 from memlab.step import AdamW8bit
@@ -620,9 +633,11 @@ for make in (torch.optim.AdamW, AdamW8bit):
     print(f"{make.__name__:10}{held / weight.numel():.3f} B of state per parameter")
 
 # %% [markdown] id="ex-6-5-text"
-# **Exercise 6.5** (3 points). Write it. `pack` and `unpack` may use any 256 levels; what counts is the error (2% of the block's largest value), that squares stay positive, one
-# byte per value and one fp32 scale per 256. Then `Adam8bit`, measured: at most 2.1 bytes per parameter stay alive after a step, and the step unpacks one parameter at a time. After 300 steps
-# its loss must be within 5% of Adam's. Use torch's tensor functions, and not memlab's optimizer.
+# **Exercise 6.5** (3 points). Write it. `pack` and `unpack` may use any 256 levels; what counts is the error (2% of
+# the block's largest value), that squares stay positive, one byte per value and one fp32 scale per 256. Then
+# `Adam8bit`, measured: at most 2.1 bytes per parameter stay alive after a step, and the step unpacks one parameter at
+# a time. After 300 steps its loss must be within 5% of Adam's. Use torch's tensor functions, and not memlab's
+# optimizer.
 
 
 # %% id="ex-6-5" exercise="6.5"
@@ -700,23 +715,29 @@ memlab.check("6.5", pack, unpack, Adam8bit)
 # %% [markdown] id="planner" claims="C6-15 C6-17"
 # ## 8. A planner of your own
 #
-# Last, the machine that makes plans. It needs two things: bytes for a recipe (`memlab.compute` gives them in milliseconds) and seconds. A cost model that fits on a napkin, with
-# $P$ parameters, $T$ tokens per card and step, $N$ cards and $m$ micro-batches:
+# Last, the machine that makes plans. It needs two things: bytes for a recipe (`memlab.compute` gives them in
+# milliseconds) and seconds. A cost model that fits on a napkin, with $P$ parameters, $T$ tokens per card and step,
+# $N$ cards and $m$ micro-batches:
 #
 # * arithmetic: $6PT$ FLOPs, with full checkpoints $8PT$ (the forward again), at 40% of the card's bf16 peak;
-# * network ($N > 1$, ZeRO-3): each micro-batch gathers the bf16 weights twice and reduces the bf16 gradients once, $3m \cdot 2P\,(N-1)/N$ bytes over `card.peer_link`;
-# * host: with the states there, this card's bf16 gradients go down and its weights come back once per step, $4P/N$ bytes over `card.host_link`;
+# * network ($N > 1$, ZeRO-3): each micro-batch gathers the bf16 weights twice and reduces the bf16 gradients once,
+#   $3m \cdot 2P\,(N-1)/N$ bytes over `card.peer_link`;
+# * host: with the states there, this card's bf16 gradients go down and its weights come back once per step, $4P/N$
+#   bytes over `card.host_link`;
 # * one after the other: add them.
 #
 # What it leaves out is stated: the overlap of the three, tiny matrix products, the CPU's own time.
 
 # %% [markdown] id="ex-6-6-text"
-# **Exercise 6.6** (3 points). `seconds` is the cost model (1 point). `plan` (2 points) finds the cheapest recipe below a budget of bytes, for models that you haven't seen, among these:
-# `precision="bf16"`, `optimizer_impl="fused"`; `micro_batch` 1, 2, 4, … 64 with `accumulation` so that cards × micro_batch × accumulation = batch; `checkpointing` `"none"` or `"full"`;
-# `offload` `()` or `("optimizer_states:cpu",)`; on several cards `zero_stage=3`, `world_size=cards`. `None` if none fits.
+# **Exercise 6.6** (3 points). `seconds` is the cost model (1 point). `plan` (2 points) finds the cheapest recipe
+# below a budget of bytes, for models that you haven't seen, among these: `precision="bf16"`,
+# `optimizer_impl="fused"`; `micro_batch` 1, 2, 4, … 64 with `accumulation` so that cards × micro_batch × accumulation
+# = batch; `checkpointing` `"none"` or `"full"`; `offload` `()` or `("optimizer_states:cpu",)`; on several cards
+# `zero_stage=3`, `world_size=cards`. `None` if none fits.
 #
-# The check *traces* what you choose. The closed form leaves out cuBLAS's workspace and, on several cards, up to a block of gathered weights, so leave it room: keep to nine tenths of the budget. A
-# recipe within 10% of the best seconds counts. memlab's own planner is away while yours is checked.
+# The check *traces* what you choose. The closed form leaves out cuBLAS's workspace and, on several cards, up to a
+# block of gathered weights, so leave it room: keep to nine tenths of the budget. A recipe within 10% of the best
+# seconds counts. memlab's own planner is away while yours is checked.
 
 
 # %% id="ex-6-6" exercise="6.6"
@@ -772,8 +793,9 @@ def plan(model, card, cards, batch, sequence, budget):
 memlab.check("6.6", seconds, plan)
 
 # %% [markdown] id="memlabs"
-# memlab has a larger one (`memlab plan` on the command line). It walks the seven steps in their order, with the price of each, then searches every valid recipe, with tensor parallelism, stages, 8-bit states,
-# memory traffic and kernels in its cost model. **Which of the nine ways will it find for 70B on eight cards?**
+# memlab has a larger one (`memlab plan` on the command line). It walks the seven steps in their order, with the price
+# of each, then searches every valid recipe, with tensor parallelism, stages, 8-bit states, memory traffic and kernels
+# in its cost model. **Which of the nine ways will it find for 70B on eight cards?**
 
 # %% id="memlabs-run" claims="C0-12 C6-14"
 if lab.size == "normal":
@@ -795,8 +817,8 @@ assert found.candidates and not found.fits
 # %% [markdown] id="explore"
 # ## 9. The seven steps, for any model
 #
-# Choose a model, cards, a batch and a length, and watch the article's seven steps one after the other against the card. **Find a job in which bf16 makes
-# the peak higher, and one in which only the last step helps.**
+# Choose a model, cards, a batch and a length, and watch the article's seven steps one after the other against the
+# card. **Find a job in which bf16 makes the peak higher, and one in which only the last step helps.**
 
 # %% id="explore-run"
 widgets.seven_steps(model="llama2-7b", gpu="A100-80GB", cards=8)
@@ -804,9 +826,11 @@ widgets.seven_steps(model="llama2-7b", gpu="A100-80GB", cards=8)
 # %% [markdown] id="game"
 # ## 10. The fitting game
 #
-# Four levels, from a T4 to eight A100s. Each names a model, the bytes of a card and a **target loss**. You move with a `Recipe`. Its bytes are traced by the card's rules; its loss is that of a small twin,
-# trained for real with your precision and your optimizer (plain SGD saves bytes, and doesn't get there); its time is counted by the cost model. 1000 points are a step that computes nothing twice and sends
-# nothing anywhere. The best moves are kept in a file on your machine.
+# Four levels, from a T4 to eight A100s. Each names a model, the bytes of a card and a **target loss**. You move with
+# a `Recipe`. Its bytes are traced by the card's rules; its loss is that of a small twin, trained for real with your
+# precision and your optimizer (plain SGD saves bytes, and doesn't get there); its time is counted by the cost model.
+# 1000 points are a step that computes nothing twice and sends nothing anywhere. The best moves are kept in a file on
+# your machine.
 
 # %% id="game-run"
 for level in game.LEVELS:
@@ -820,12 +844,14 @@ for recipe in lab.pick(smallest=(), normal=(first_try, better)):
     print(game.play(1, recipe, player="the chapter"))
 
 # %% [markdown] id="game-read"
-# The second move fits, and pays for it: recomputation. Is it needed? Play: `print(game.play(1, memlab.Recipe(...), player="your name"))`, then `print(game.leaderboard())`.
+# The second move fits, and pays for it: recomputation. Is it needed? Play: `print(game.play(1, memlab.Recipe(...),
+# player="your name"))`, then `print(game.leaderboard())`.
 
 # %% [markdown] id="fits" claims="C0-12 C6-14"
 # ## 11. 70B on eight cards: it fits
 #
-# Back to the step of the opening. Keep everything, and move the optimizer's states, master weights among them, to host memory. **How many bytes does a card have left?**
+# Back to the step of the opening. Keep everything, and move the optimizer's states, master weights among them, to
+# host memory. **How many bytes does a card have left?**
 
 # %% id="fits-run"
 hosted = mixed.replace(precision="bf16", offload=("optimizer_states:cpu",))
@@ -839,31 +865,44 @@ assert fitted.peak_bytes < limit
 plots.timeline(fitted, budget=limit, title="The step of the opening, states on the host: it fits")
 
 # %% [markdown] id="fits-read"
-# Half of the card is free; the bill went to the host, which needs more than a terabyte while the gradients are there in fp32. If it hasn't got that, pure bf16 with 8-bit moments takes 61.3 GB of each card, and you'd
-# watch the loss.
+# Half of the card is free; the bill went to the host, which needs more than a terabyte while the gradients are there
+# in fp32. If it hasn't got that, pure bf16 with 8-bit moments takes 61.3 GB of each card, and you'd watch the loss.
 #
 # ## 12. In your own words
 #
-# **Exercise 6.7** (3 points, graded by hand, at most eight sentences). A colleague fine-tunes a 13 B model (bf16 autocast, foreach AdamW, eager attention, batch 16 of 2048 tokens, no checkpoints) and has four cards of 80 GB with plain data parallelism. It runs out of
-# memory. They plan: "1. checkpoints, 2. bf16 weights, that halves everything, 3. offload". What do you answer? Say which term is too large, what each of the three would change in bytes on a card, and the plan that you'd make.
+# **Exercise 6.7** (3 points, graded by hand, at most eight sentences). A colleague fine-tunes a 13 B model (bf16
+# autocast, foreach AdamW, eager attention, batch 16 of 2048 tokens, no checkpoints) and has four cards of 80 GB with
+# plain data parallelism. It runs out of memory. They plan: "1. checkpoints, 2. bf16 weights, that halves everything,
+# 3. offload". What do you answer? Say which term is too large, what each of the three would change in bytes on a
+# card, and the plan that you'd make.
 #
-# *Rubric.* 1 point: the states in bytes per parameter and in GB, against the card, before any activation. 1 point: each of the three steps judged by the term that it moves (with "halves everything" put right). 1 point: a plan that fits, in an order with a reason, with its price
-# and with the moment of its peak.
+# *Rubric.* 1 point: the states in bytes per parameter and in GB, against the card, before any activation. 1 point:
+# each of the three steps judged by the term that it moves (with "halves everything" put right). 1 point: a plan that
+# fits, in an order with a reason, with its price and with the moment of its peak.
 
 # %% [markdown] id="written-6-7" manual="6.7" points=3
-# Under autocast with AdamW the states are 4 + 4 + 8 = 16 B per parameter: 208 GB for 13 B parameters on every card, and the foreach step adds 4 B, 52 GB. The card has 85 GB, so it fails before there is a single activation: the job is states-bound. Checkpoints move only activations: they may be
-# needed later, now they change nothing. "bf16 weights" as mixed precision with fp32 masters is 2 + 2 + 12 = 16 B again; only pure bf16 is 8 B, 104 GB, still too much, and small updates are lost. Offloading the states leaves 2 + 2 B, 52 GB, and works, at the price of PCIe and a CPU step. First I'd use the
-# four cards: ZeRO-3 takes 16/4 = 4 B, 52 GB of each card (ZeRO-2 with masters 2 + 14/4 = 5.5 B, 72 GB, leaves too little), for 1.5 times the traffic; then a fused step, so that the peak isn't the optimizer's (foreach: 4/4 = 1 B more, 65 GB); then SDPA, which is free and takes the scores, and micro-batch 1 or 2 with accumulation to
-# keep the batch of 16. What's left is one or two texts' activations beside 52 GB, so checkpoints come last, selective before full, if the backward's peak is still above 83 GB.
+# Under autocast with AdamW the states are 4 + 4 + 8 = 16 B per parameter: 208 GB for 13 B parameters on every card,
+# and the foreach step adds 4 B, 52 GB. The card has 85 GB, so it fails before there is a single activation: the job
+# is states-bound. Checkpoints move only activations: they may be needed later, now they change nothing. "bf16
+# weights" as mixed precision with fp32 masters is 2 + 2 + 12 = 16 B again; only pure bf16 is 8 B, 104 GB, still too
+# much, and small updates are lost. Offloading the states of this job leaves fp32 weights and gradients, 8 B, 104 GB;
+# only together with bf16 on the card are 4 B left, 52 GB, and that works, at the price of PCIe and a CPU step. First
+# I'd use the four cards: ZeRO-3 takes 16/4 = 4 B, 52 GB of each card (ZeRO-2 with masters 2 + 14/4 = 5.5 B, 72 GB,
+# leaves too little), for 1.5 times the traffic; then a fused step, so that the peak isn't the optimizer's (foreach:
+# 4/4 = 1 B more, 65 GB); then SDPA, which is free and takes the scores, and micro-batch 1 or 2 with accumulation to
+# keep the batch of 16. What's left is one or two texts' activations beside 52 GB, so checkpoints come last, selective
+# before full, if the backward's peak is still above 83 GB.
 
 # %% [markdown] id="wall"
 # ## To pin to the wall
 #
 # * First ask: states, activations or scores? A lever moves its own term.
-# * 16 B per parameter, in fp32, autocast *and* with masters. Pure bf16 8, 8-bit Adam 10 or 6, states on the host 4, LoRA 2.
+# * 16 B per parameter, in fp32, autocast *and* with masters. Pure bf16 8, 8-bit Adam 10 or 6, states on the host 4,
+#   LoRA 2.
 # * A sum of items is an upper bound; the peak is a maximum over moments.
 # * foreach AdamW's step: one more tensor per parameter. `fused=True` before any other lever on states.
-# * Micro-batch, SDPA, checkpoints, in this order. Fused step, ZeRO-1/2, 8-bit or LoRA, ZeRO-3, offload, in this order.
+# * Micro-batch, SDPA, checkpoints, in this order. Fused step, ZeRO-1/2, 8-bit or LoRA, ZeRO-3, offload, in this
+#   order.
 # * 70B on eight A100s: 138 GB of states a card. Not five techniques, but fewer state bytes make it fit.
 # * Plan with a formula, leave it room, confirm with a trace.
 
@@ -892,7 +931,8 @@ published.verdicts("C0-12", "C6-08", "C6-09", "C6-10", "C6-14", "C6-16", "C6-19"
 # %% [markdown] id="read-on"
 # ### Where to read on
 #
-# * Rajbhandari et al., *ZeRO*, arXiv:1910.02054, section 3: where the 16 bytes come from; Ren et al., *ZeRO-Offload*, arXiv:2101.06840: what goes to the host, and why the optimizer does.
+# * Rajbhandari et al., *ZeRO*, arXiv:1910.02054, section 3: where the 16 bytes come from; Ren et al., *ZeRO-Offload*,
+#   arXiv:2101.06840: what goes to the host, and why the optimizer does.
 # * Dettmers et al., *8-bit Optimizers via Block-wise Quantization*, arXiv:2110.02861, section 2.
 # * Korthikanti et al., *Reducing Activation Recomputation*, arXiv:2205.05198: why selective comes before full.
 # * PyTorch's documentation of `torch.optim`: which implementation is the default, and what `foreach` costs.
