@@ -197,7 +197,9 @@ def _admit(
     if known is not None and known.key == key and known.student == student.id:
         return known
     notes = [*student.notes, *notes]
-    return Job(student.id, nbgrader_id, name, text, seed, tuple(notes), key)
+    released = {cell.id: cell.source for cell in item.release.cells}
+    own = tuple(cell.id for cell in notebook.cells if cell.source != released.get(cell.id))
+    return Job(student.id, nbgrader_id, name, text, seed, tuple(notes), key, own)
 
 
 def _first_readable(found: Sequence[submissions.Found], release: Any) -> tuple[str, Any, list[str]]:

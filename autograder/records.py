@@ -45,6 +45,7 @@ class Job:
     seed: int
     repairs: tuple[str, ...]
     key: str
+    own: tuple[str, ...] = ()
 
 
 @dataclass
@@ -55,6 +56,8 @@ class Outcome:
     executed: str = ""
     points: dict[str, float | None] = field(default_factory=dict)
     doubts: list[tuple[str, str]] = field(default_factory=list)
+    messages: dict[str, list[str]] = field(default_factory=dict)
+    seconds: float = 0
     error: str = ""
 
 

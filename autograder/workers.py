@@ -23,6 +23,7 @@ import nbformat
 from autograder import answers
 from autograder.evidence import REVIEW, TAMPERED, check_number, judge
 from autograder.execution import MAX_DEATHS, Budget, execute
+from autograder.look import suspicions
 from autograder.records import Job, Outcome, exercise_points
 from autograder.sandbox import START_TIMEOUT, Sandbox, SandboxError, Settings
 
@@ -33,21 +34,26 @@ def run_job(job: Job, sandbox: Sandbox, budget: Budget | None = None) -> Outcome
     """Runs one notebook in the sandbox and scores its evidence. Raises SandboxError."""
     submitted = nbformat.reads(job.submitted, 4)  # type: ignore[no-untyped-call]
     ran = execute(submitted, sandbox, job.seed, budget)
-    outcome = Outcome(job.key, points=dict.fromkeys(exercise_points(job.chapter)))
+    outcome = Outcome(job.key, points=dict.fromkeys(exercise_points(job.chapter)), seconds=ran.seconds)
     for number, why in ran.tampered:
         outcome.doubts.append((TAMPERED, f"exercise {number}: {why}"))
     for cell in ran.notebook.cells:
         died = [o["evalue"] for o in cell.get("outputs", []) if o.get("ename") == "KernelDied"]
         number = cell["metadata"].get("memlab", {}).get("exercise", "")
+        where = f"exercise {number}" if number else f'cell "{cell.get("id", "?")}"'
         if died:
-            where = f"exercise {number}" if number else f'cell "{cell.get("id", "?")}"'
             outcome.doubts.append((REVIEW, f"{where}: {died[0]}"))
+        if cell.cell_type == "code" and cell.get("id") in job.own:
+            outcome.doubts += [(REVIEW, f"{where}: {why}") for why in suspicions(cell.source)]
         if check_number(cell):
             verdict = judge(cell, job.seed)
             outcome.points[verdict.exercise] = verdict.points
+            told = [*outcome.messages.get(verdict.exercise, []), *answers.messages(cell, verdict)]
+            if told:
+                outcome.messages[verdict.exercise] = told
             if verdict.status:
                 outcome.doubts.append((verdict.status, verdict.why))
-            answers.write(cell, verdict)
+            outcome.messages[verdict.exercise] = answers.write(cell, verdict)
     outcome.executed = nbformat.writes(ran.notebook)  # type: ignore[no-untyped-call]
     return outcome
 

@@ -121,6 +121,9 @@ def _preload() -> None:
         if not found.name.endswith("__main__"):
             with contextlib.suppress(Exception):  # a submission that needs it says what is wrong
                 importlib.import_module(found.name)
+    for name in memlab.__all__:  # it loads them at first use, and the grader watches what is there
+        with contextlib.suppress(Exception):
+            getattr(memlab, name)
     gc.collect()
     gc.freeze()  # the forks share these pages as long as nobody writes to them
 
