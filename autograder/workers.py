@@ -48,12 +48,11 @@ def run_job(job: Job, sandbox: Sandbox, budget: Budget | None = None) -> Outcome
         if check_number(cell):
             verdict = judge(cell, job.seed)
             outcome.points[verdict.exercise] = verdict.points
-            told = [*outcome.messages.get(verdict.exercise, []), *answers.messages(cell, verdict)]
-            if told:
-                outcome.messages[verdict.exercise] = told
             if verdict.status:
                 outcome.doubts.append((verdict.status, verdict.why))
-            outcome.messages[verdict.exercise] = answers.write(cell, verdict)
+            messages = answers.write(cell, verdict)
+            if messages:
+                outcome.messages[verdict.exercise] = messages
     outcome.executed = nbformat.writes(ran.notebook)  # type: ignore[no-untyped-call]
     return outcome
 
