@@ -105,7 +105,10 @@ def run(
 def grade(
     submissions: Annotated[
         Path,
-        typer.Argument(metavar="SUBMISSIONS_DIR", help="A folder with one folder or zip for each student."),
+        typer.Argument(
+            metavar="SUBMISSIONS",
+            help="A folder with a folder or archive for each student, or the zip of Moodle or Canvas.",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of grades.csv, totals.csv, feedback and the gradebook.")],
     chapter: Annotated[
@@ -122,19 +125,44 @@ def grade(
             "only for submissions that you trust)."
         ),
     ] = "auto",
+    roster: Annotated[
+        Path | None, typer.Option(help="CSV of all students: who is who, and who handed nothing in.")
+    ] = None,
+    pattern: Annotated[
+        str | None, typer.Option(help='Names of loose files, like "{student}-hw*.ipynb".')
+    ] = None,
+    attempt: Annotated[str, typer.Option(help="Which of several files counts: latest or first.")] = "latest",
+    deadline: Annotated[
+        str | None,
+        typer.Option(help="Like 2026-12-01T23:59+01:00; stays for these chapters until another is given."),
+    ] = None,
+    late: Annotated[
+        str, typer.Option(help='What lateness takes, like "10%/day, at most 3 days"; see late.csv.')
+    ] = "none",
+    grace: Annotated[str, typer.Option(help="How long after the deadline nothing is late.")] = "0 min",
+    show_hidden: Annotated[
+        bool, typer.Option("--show-hidden", help="Feedback shows the inputs on which an answer failed.")
+    ] = False,
 ) -> None:
-    """Grade a folder of submissions with nbgrader: grades.csv, totals.csv and feedback."""
-    from autograder.grade import grade_folder
+    """Grade submissions with nbgrader: grades.csv, totals.csv, reasons.csv, late.csv and feedback."""
+    from autograder.grade import Collecting, grade_folder
+    from autograder.late import policy
 
+    if deadline is None and (late != "none" or grace != "0 min"):
+        raise course.CourseError("--late and --grace need --deadline: late after what?")
+    agreed = policy(deadline, late, grace) if deadline is not None else None
     wanted = course.select(course.course_root(), chapter or [])
     try:
-        records = grade_folder(submissions, out, wanted, jobs=jobs, seed=seed, sandbox=sandbox)
+        records = grade_folder(
+            submissions, out, wanted, jobs=jobs, seed=seed, sandbox=sandbox,
+            collecting=Collecting(pattern, roster, attempt), deadline=agreed, show_hidden=show_hidden,
+        )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo("interrupted: what was graded is kept, and isn't graded again", err=True)
         raise typer.Exit(130) from None
     for record in records:
         if record.status not in ("graded", "missing"):
-            reasons = "; ".join(record.reasons)
+            reasons = "; ".join([*record.reasons, *record.doubts])
             typer.echo(f"{record.status}: {record.student}, {record.chapter}: {reasons}", err=True)
     counts = Counter(record.status for record in records)
     typer.echo(

@@ -3,9 +3,11 @@
     OUT/grades.csv      student,chapter,exercise,points,max_points,status
     OUT/totals.csv      student,chapter,points,max_points,manual_points,status
     OUT/reasons.csv     student,chapter,status,reason: a line for every repair, doubt and failure
+    OUT/late.csv        with a deadline: points before and after the policy for late work (`late.py`)
     OUT/feedback/STUDENT/CHAPTER.html
     OUT/gradebook.db    nbgrader's; points given by hand in formgrader are read from it again at every run
-    OUT/course/         nbgrader's folders: source/, submitted/, autograded/, feedback/
+    OUT/course/         nbgrader's folders: source/, submitted/, autograded/; formgrader opens there
+    OUT/class.json      who handed in, and what an LMS calls them; deadlines.json: what was agreed
     OUT/records/        one JSON file for each graded submission: a second run is quick, a kill harmless
 
 Points are computed here from the evidence that the checks leave in the notebook's outputs, and compared with
@@ -19,23 +21,22 @@ handed in).
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from autograder import build, doctor, questions, submissions
+from autograder import build, doctor, late, questions, submissions, tables
 from autograder.course import Chapter, CourseError, write_atomically
 from autograder.evidence import REVIEW, TAMPERED
-from autograder.gradebook import api, by_hand, prepare, take_over
+from autograder.feedback import write_pages
+from autograder.gradebook import prepare, take_over
 from autograder.records import (
     FAILED,
     GRADED,
@@ -52,13 +53,21 @@ from autograder.records import (
     record_path,
     write_record,
 )
+from autograder.roster import read_roster
 from autograder.sandbox import Settings, choose, weaker
 from autograder.workers import run_jobs
 
-_NO_SCRIPTS = (
-    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-    "img-src data:; font-src data:; style-src 'unsafe-inline'\">"
-)
+
+@dataclass(frozen=True)
+class Collecting:
+    """How submissions are found and which of several counts.
+
+    `pattern` names loose files, `roster` is the instructor's CSV, `attempt` is `latest` or `first`.
+    """
+
+    pattern: str | None = None
+    roster: Path | None = None
+    attempt: str = "latest"
 
 
 def grade_folder(
@@ -69,27 +78,43 @@ def grade_folder(
     jobs: int = 2,
     seed: str | None = None,
     sandbox: str = "auto",
+    collecting: Collecting = Collecting(),
+    deadline: late.Policy | None = None,
+    show_hidden: bool = False,
 ) -> list[Record]:
     """Grades every submission in `folder` for these chapters, and writes the tables and feedback to `out`.
 
-    A submission that was graded before, and hasn't changed since, is taken from its record. Raises
-    CourseError where nothing can be graded at all (no such folder, nowhere to write).
+    `folder` may be an archive. A `deadline` given once stays for its chapters. A submission that was graded
+    before, and hasn't changed since, is taken from its record. Raises CourseError where nothing can be graded
+    at all (no such folder, nowhere to write).
     """
     mode = choose(sandbox)
     if weaker(mode):
         print(weaker(mode), file=sys.stderr)
     out = out.resolve()  # nbgrader's database URL needs it
-    students, ignored = submissions.collect(folder, [c.name for c in chapters], out)
+    if collecting.attempt not in ("latest", "first"):
+        raise CourseError(f"unknown attempt {collecting.attempt!r}: latest or first")
+    roster = read_roster(collecting.roster) if collecting.roster is not None else None
+    for line in roster.said if roster is not None else ():
+        print(line, file=sys.stderr)
+    names = [c.name for c in chapters]
+    students, ignored = submissions.collect(folder, names, out, pattern=collecting.pattern, roster=roster)
     built = build.build_all(chapters)
     _make_folders(out)
     prepare(out, built)
+    tables.remember(out, students, names)
+    policies = late.kept(out)
+    if deadline is not None:
+        policies |= dict.fromkeys(names, deadline)
+        late.keep(out, policies)
     number = _course_seed(out, seed)
     code = _code_hash()
     records: list[Record] = []
     todo: list[Job] = []
     for student, nbgrader_id in zip(students, nbgrader_ids([s.id for s in students]), strict=True):
         for item in built:
-            outcome = _admit(student, nbgrader_id, item, out, number, code)
+            policy = policies.get(item.chapter.name)
+            outcome = _admit(student, nbgrader_id, item, out, number, code, collecting.attempt, policy)
             if isinstance(outcome, Job):
                 todo.append(outcome)
             else:
@@ -102,19 +127,22 @@ def grade_folder(
             records.append(record)
             done.add((record.student, record.chapter))
     finally:
-        records += [_interrupted(job) for job in todo if (job.student, job.chapter) not in done]
+        waiting = {(job.student, job.chapter) for job in todo} - done
+        records += [_interrupted(job) for job in todo if (job.student, job.chapter) in waiting]
         everything = records + _of_other_chapters(out, chapters)
         everything.sort(key=lambda r: (r.student, r.chapter))
-        _renew_feedback(out, everything)
-        write_tables(out, everything)
+        graded = replace(tables.course(out), records=everything)
+        ids = {name: member.nbgrader_id for name, member in graded.members.items()}
+        settled = [r for r in everything if (r.student, r.chapter) not in waiting]
+        write_pages(out, settled, ids, graded.manual, policies, show_hidden=show_hidden)
+        tables.write(graded)
     return sorted(records, key=lambda r: (r.student, r.chapter))
 
 
 def _interrupted(job: Job) -> Record:
     why = "not graded yet: interrupted; the same command goes on from here"
-    return Record(
-        job.student, job.chapter, FAILED, [*job.repairs, why], dict.fromkeys(exercise_points(job.chapter))
-    )
+    points: dict[str, float | None] = dict.fromkeys(exercise_points(job.chapter))
+    return Record(job.student, job.chapter, FAILED, [*job.repairs, why], points=points)
 
 
 def _of_other_chapters(out: Path, chapters: Sequence[Chapter]) -> list[Record]:
@@ -162,18 +190,26 @@ def _code_hash() -> str:
 
 
 def _admit(
-    student: submissions.Student, nbgrader_id: str, item: build.Built, out: Path, seed: int, code: str
+    student: submissions.Student,
+    nbgrader_id: str,
+    item: build.Built,
+    out: Path,
+    seed: int,
+    code: str,
+    attempt: str,
+    policy: late.Policy | None,
 ) -> Record | Job:
     """A record where the outcome is known already, else the job."""
     name = item.chapter.name
-    record = Record(student.id, name, MISSING, list(student.notes), dict.fromkeys(exercise_points(name)))
+    record = Record(student.id, name, MISSING, [*student.notes, *student.remarks], list(student.doubts))
+    record.points = dict.fromkeys(exercise_points(name))
     named = student.notebooks.get(name, [])
-    chosen, notebook, notes = _first_readable(named, item.release)
+    chosen, notebook, notes = _first_readable(named, item.release, attempt)
     if notebook is None and not named:
-        chosen, notebook, unfit = _first_readable(student.unnamed, item.release)
-        if notebook is not None:
+        chosen, notebook, unfit = _first_readable(student.unnamed, item.release, attempt)
+        if chosen is not None:
             notes = [
-                f"{chosen}: recognised by its exercises, the name doesn't say which chapter it is",
+                f"{chosen.name}: recognised by its exercises, the name doesn't say which chapter it is",
                 *unfit,
             ]
         elif student.unnamed:
@@ -185,28 +221,55 @@ def _admit(
         else:
             record.status = FAILED if student.notes else MISSING
             return _kept(out, nbgrader_id, record)
-    if notebook is None:
+    if chosen is None:
         record.status = FAILED
         record.reasons += notes
         return _kept(out, nbgrader_id, record)
     if len(named) > 1:
-        notes.append(f"{len(named)} files for this chapter: graded {chosen}, the latest that can be read")
+        notes.append(
+            f"{len(named)} files for this chapter: graded {chosen.name}, the {attempt} that can be read"
+        )
+    submitted, time_from = chosen.modified, chosen.time_from
+    if student.submitted is not None:
+        submitted, time_from = student.submitted, "the roster"
     text = build.to_text(notebook)
     key = hashlib.sha256("\0".join((text, build.to_text(item.source), str(seed), code)).encode()).hexdigest()
     known = read_record(record_path(out, nbgrader_id, name))
     if known is not None and known.key == key and known.student == student.id:
+        if (known.submitted, known.time_from) != (submitted, time_from):
+            known.submitted, known.time_from = submitted, time_from
+            write_record(out, nbgrader_id, known)
         return known
-    notes = [*student.notes, *notes]
-    released = {cell.id: cell.source for cell in item.release.cells}
-    own = tuple(cell.id for cell in notebook.cells if cell.source != released.get(cell.id))
-    return Job(student.id, nbgrader_id, name, text, seed, tuple(notes), key, own)
+    notes = [*student.notes, *student.remarks, *notes]
+    doubts = list(student.doubts)
+    if chosen.late:
+        notes.append("Canvas marked it as late")
+        if policy is not None and not policy.lateness(submitted):
+            doubts.append(f"Canvas says late, {time_from} says in time: see late.csv")
+    known_cells = {cell.id: cell.source for cell in item.release.cells}
+    own = tuple(c.id for c in notebook.cells if c.cell_type == "code" and c.source != known_cells.get(c.id))
+    return Job(
+        student.id,
+        nbgrader_id,
+        name,
+        text,
+        seed,
+        tuple(notes),
+        key,
+        own=own,
+        doubts=tuple(doubts),
+        submitted_at=submitted,
+        time_from=time_from,
+    )
 
 
-def _first_readable(found: Sequence[submissions.Found], release: Any) -> tuple[str, Any, list[str]]:
-    """The latest file that is this chapter's notebook: its name, the notebook to grade, and a line for each
-    repair and each file that is none. The notebook is None where there isn't one."""
+def _first_readable(
+    found: Sequence[submissions.Found], release: Any, attempt: str
+) -> tuple[submissions.Found | None, Any, list[str]]:
+    """The latest (or first) file that is this chapter's notebook, the notebook to grade, and a line for each
+    repair and each file that is none. None where there isn't one."""
     notes: list[str] = []
-    for candidate in sorted(found, key=_newest_first):
+    for candidate in sorted(found, key=_newest_first if attempt == "latest" else _oldest_first):
         try:
             if candidate.fault:
                 raise doctor.Unreadable(candidate.fault)
@@ -217,27 +280,34 @@ def _first_readable(found: Sequence[submissions.Found], release: Any) -> tuple[s
         except Exception as error:  # one student's file must not end the class
             notes.append(f"{candidate.name}: can't be repaired ({type(error).__name__}: {str(error)[:100]})")
         else:
-            return candidate.name, notebook, notes + repairs
-    return "", None, notes
+            own = [f"{candidate.name}: {candidate.note}"] if candidate.note else []
+            return candidate, notebook, [*notes, *own, *repairs]
+    return None, None, notes
 
 
 def _kept(out: Path, nbgrader_id: str, record: Record) -> Record:
-    """A record that needs no grading, with the page that tells the student why."""
+    """A record that needs no grading."""
     write_record(out, nbgrader_id, record)
-    if record.status == FAILED:
-        write_atomically(_page_path(out, record), _plain_page(record))
     return record
 
 
-def _newest_first(found: submissions.Found) -> tuple[float, int, str]:
-    """By time; of two equally old files (a download may lose the times) the one with more answers."""
-    answers = 0
-    if not found.fault:
-        try:
-            answers = doctor.answered(doctor.read(found.data))
-        except Exception:
-            answers = 0
-    return (-found.modified, -answers, found.name)
+def _newest_first(found: submissions.Found) -> tuple[int, float, int, str]:
+    """By the LMS's attempt, then by time; of equally old files (a download may lose the times) the one with
+    more answers."""
+    return -found.attempt, -found.modified, -_answers(found), found.name
+
+
+def _oldest_first(found: submissions.Found) -> tuple[int, float, int, str]:
+    return found.attempt, found.modified, -_answers(found), found.name
+
+
+def _answers(found: submissions.Found) -> int:
+    if found.fault:
+        return 0
+    try:
+        return doctor.answered(doctor.read(found.data))
+    except Exception:
+        return 0
 
 
 # -- the run -----------------------------------------------------------------------------------------------
@@ -266,8 +336,9 @@ def _run(todo: Sequence[Job], out: Path, jobs: int, mode: str) -> Iterator[Recor
 
 
 def _enter(out: Path, job: Job, outcome: Outcome) -> Record:
-    """The record of a run notebook, with its place in the gradebook and its feedback page."""
-    record = Record(job.student, job.chapter, GRADED, list(job.repairs), key=job.key)
+    """The record of a run notebook, with its place in the gradebook."""
+    record = Record(job.student, job.chapter, GRADED, list(job.repairs), list(job.doubts), key=job.key)
+    record.submitted, record.time_from = job.submitted_at, job.time_from
     error = outcome.error
     if not error:
         problem = take_over(out, job, outcome)
@@ -277,93 +348,11 @@ def _enter(out: Path, job: Job, outcome: Outcome) -> Record:
         record.points = dict.fromkeys(exercise_points(job.chapter))
         record.reasons.append(error)
     else:
-        record.points = outcome.points
-        record.reasons += [text for _, text in outcome.doubts]
-        doubts = {status for status, _ in outcome.doubts}
+        record.points, record.messages, record.seconds = outcome.points, outcome.messages, outcome.seconds
+        record.doubts += [text for _, text in outcome.doubts]
+        doubts = {status for status, _ in outcome.doubts} | ({REVIEW} if job.doubts else set())
         record.status = next((s for s in (TAMPERED, REVIEW) if s in doubts), GRADED)
-    _write_page(out, job.nbgrader_id, record)
     write_record(out, job.nbgrader_id, record)
     if record.status == GRADED:
         forget_outcome(out, job)
     return record
-
-
-# -- feedback, tables ---------------------------------------------------------------------------------------
-
-
-def _page_path(out: Path, record: Record) -> Path:
-    return out / "feedback" / record.student / f"{record.chapter}.html"
-
-
-def _write_page(out: Path, nbgrader_id: str, record: Record) -> None:
-    """nbgrader's feedback page, or a page with the reason where there is none."""
-    page = ""
-    if record.status != FAILED:
-        result = api(out).generate_feedback(record.chapter, nbgrader_id, force=True)
-        made = out / "course" / "feedback" / nbgrader_id / record.chapter / f"{record.chapter}.html"
-        if result["success"] and made.exists():
-            # no script runs on it, whatever a submission wrote into its cells, and nothing is fetched
-            page = made.read_text("utf-8").replace("<head>", f"<head>{_NO_SCRIPTS}", 1)
-    write_atomically(_page_path(out, record), page or _plain_page(record))
-
-
-def _renew_feedback(out: Path, records: Sequence[Record]) -> None:
-    """Writes the pages again whose points or comments by hand have changed since."""
-    ids = dict(zip(names := _students(records), nbgrader_ids(names), strict=True))
-    now = by_hand(out)
-    for record in records:
-        given = now.get((ids[record.student], record.chapter))
-        if given is not None and record.by_hand != given.signature and record.status not in (FAILED, MISSING):
-            record.by_hand = given.signature
-            _write_page(out, ids[record.student], record)
-            write_record(out, ids[record.student], record)
-
-
-def _students(records: Iterable[Record]) -> list[str]:
-    return list(dict.fromkeys(record.student for record in records))
-
-
-def _plain_page(record: Record) -> str:
-    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in record.reasons)
-    return (
-        f"<!doctype html><meta charset=utf-8><title>{escape(record.chapter)}</title>"
-        f"<h1>{escape(record.chapter)}</h1><p>This notebook could not be graded. It counts as not graded, "
-        f"not as 0 points; your instructor will look at it.</p><ul>{reasons}</ul>"
-    )
-
-
-def write_tables(out: Path, records: Sequence[Record]) -> None:
-    """grades.csv, totals.csv and reasons.csv, each replaced as a whole."""
-    manual = by_hand(out)
-    ids = dict(zip(names := _students(records), nbgrader_ids(names), strict=True))
-    grades, totals, reasons = [], [], []
-    for r in records:
-        maximum = exercise_points(r.chapter)
-        for number, top in maximum.items():
-            grades.append((r.student, r.chapter, number, _cell(r.points.get(number)), top, r.status))
-        known = [p for p in r.points.values() if p is not None]
-        total = _cell(round(sum(known), 6) if known else None)
-        given = manual.get((ids[r.student], r.chapter))
-        written = "" if given is None or r.status in (FAILED, MISSING) else _cell(given.points)
-        totals.append((r.student, r.chapter, total, sum(maximum.values()), written, r.status))
-        reasons += [(r.student, r.chapter, r.status, reason) for reason in r.reasons]
-    _write_csv(out / "grades.csv", "student,chapter,exercise,points,max_points,status", grades)
-    _write_csv(out / "totals.csv", "student,chapter,points,max_points,manual_points,status", totals)
-    _write_csv(out / "reasons.csv", "student,chapter,status,reason", reasons)
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:g}"
-
-
-def _write_csv(path: Path, header: str, rows: Iterable[tuple[object, ...]]) -> None:
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header.split(","))
-    writer.writerows([_harmless(value) for value in row] for row in rows)
-    write_atomically(path, text.getvalue())
-
-
-def _harmless(value: object) -> object:
-    """A text that a spreadsheet would run as a formula gets an apostrophe in front."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value

@@ -143,32 +143,52 @@ def _written_grades(submission: Any) -> list[Any]:
     return [grade for grade in grades if grade.cell.cell_type == "markdown"]
 
 
-class ByHand(NamedTuple):
-    """What was given by hand: points once all answers have been read; the signature tells a change."""
+class Answer(NamedTuple):
+    """One written answer: points once it has been read, and the most it can earn."""
 
     points: float | None
-    signature: str
+    most: float
+
+
+class ByHand(NamedTuple):
+    """What a person gave in formgrader for one submission.
+
+    `points` is the sum of the written answers once all have been read; `corrected` holds points that replace
+    computed ones, by exercise; `written` and `comments` are by cell.
+    """
+
+    points: float | None
+    written: dict[str, Answer]
+    corrected: dict[str, float]
+    comments: dict[str, str]
 
 
 def by_hand(out: Path) -> dict[tuple[str, str], ByHand]:
     """(nbgrader id, chapter) -> what was given by hand."""
+    if not (out / "gradebook.db").exists():
+        return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from nbgrader.api import Gradebook
 
         with Gradebook(f"sqlite:///{out / 'gradebook.db'}", "memlab") as gradebook:
-            found: dict[tuple[str, str], ByHand] = {}
-            for assignment in gradebook.assignments:
-                for submission in gradebook.assignment_submissions(assignment.name):
-                    grades = _written_grades(submission)
-                    comments = [c.manual_comment for n in submission.notebooks for c in n.comments]
-                    given = [g.manual_score for g in grades]
-                    if grades and any(x is not None for x in (*given, *comments)):
-                        open_ = any(g.needs_manual_grade for g in grades)
-                        points = None if open_ else sum(g.score for g in grades)
-                        key = submission.student.id, assignment.name
-                        found[key] = ByHand(points, repr((given, comments)))
-                    elif grades and not any(g.needs_manual_grade for g in grades):
-                        # nothing was written: nbgrader gives 0 by itself
-                        found[submission.student.id, assignment.name] = ByHand(0, "")
-            return found
+            return {
+                (submission.student.id, assignment.name): _by_hand(submission)
+                for assignment in gradebook.assignments
+                for submission in gradebook.assignment_submissions(assignment.name)
+            }
+
+
+def _by_hand(submission: Any) -> ByHand:
+    written, corrected = {}, {}
+    for grade in (grade for notebook in submission.notebooks for grade in notebook.grades):
+        if grade.cell.cell_type == "markdown":
+            # an answer that nobody wrote gets its 0 from nbgrader
+            points = None if grade.needs_manual_grade else float(grade.score)
+            written[grade.name] = Answer(points, float(grade.max_score))
+        elif grade.manual_score is not None and (match := re.fullmatch(r"check-(\d+)-(\d+)", grade.name)):
+            corrected[f"{match[1]}.{match[2]}"] = float(grade.manual_score) + float(grade.extra_credit or 0)
+    comments = {c.name: c.comment for n in submission.notebooks for c in n.comments if c.comment}
+    known = [answer.points for answer in written.values() if answer.points is not None]
+    complete = bool(written) and len(known) == len(written)
+    return ByHand(sum(known) if complete else None, written, corrected, comments)

@@ -23,20 +23,31 @@ GRADED, FAILED, MISSING = "graded", "failed", "missing"
 
 @dataclass
 class Record:
-    """The outcome for one student and one chapter; None for an exercise that couldn't be graded."""
+    """The outcome for one student and one chapter; None for an exercise that couldn't be graded.
+
+    `reasons` are for the student too, `doubts` for the instructor alone. `submitted` is in seconds since
+    1970, and `time_from` says whose word that is; `seconds` is how long the notebook ran.
+    """
 
     student: str
     chapter: str
     status: str
     reasons: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
     points: dict[str, float | None] = field(default_factory=dict)
+    messages: dict[str, list[str]] = field(default_factory=dict)
     key: str = ""
-    by_hand: str = ""
+    submitted: float | None = None
+    time_from: str = ""
+    seconds: float = 0
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker needs to run one notebook; plain data, for it runs in another process or machine."""
+    """All that a worker needs to run one notebook; plain data, for it runs in another process or machine.
+
+    `own` are the ids of the cells that the student wrote or changed.
+    """
 
     student: str
     nbgrader_id: str
@@ -46,6 +57,9 @@ class Job:
     repairs: tuple[str, ...]
     key: str
     own: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    submitted_at: float | None = None
+    time_from: str = ""
 
 
 @dataclass
