@@ -353,6 +353,9 @@ def plan(
         raise unknown_name("engine", engine, engines.ENGINES)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} isn't a folder: choose another for --out")
+    if ":" in model and not Path(model).exists():
+        _plan_built(model, gpu, count, effective_batch or 1, mfu, engine, as_json)
+        return
     found = planner.plan(
         model, gpu, count, effective_batch=effective_batch, sequence=seq,
         start=Recipe.from_toml(recipe) if recipe is not None else None,
@@ -391,6 +394,25 @@ def plan(
         _print("\n".join(["", *(f"wrote {path}" for path in paths), exported.command]))
         for note in exported.notes:
             _print(textwrap.fill(f"note: {note}", 100))
+
+
+def _plan_built(
+    name: str, gpu: str, count: int, batch: int, mfu: float, engine: str | None, as_json: bool
+) -> None:
+    """`memlab plan package.module:function`: every verdict is a trace's."""
+    if count > 1 or engine is not None:
+        raise ValueError(f"{name}: a built model is planned on one card, without --count and --export")
+    card = _card(gpu)
+    assert card is not None
+    from memlab.built import load, plan_built
+
+    result = plan_built(
+        name, load(name), card, batch, mfu=mfu, says=lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        _print(result)
 
 
 def _traced(model: str, found: Plan, recipe: Recipe) -> int | None:

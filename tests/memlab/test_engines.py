@@ -203,7 +203,8 @@ from torchtitan.distributed import ParallelDims
 config = ConfigManager().parse_args(["--module", "memlab_plan", "--config", "plan"])
 p, t = config.parallelism, config.training
 dims = ParallelDims(dp_replicate=p.data_parallel_replicate_degree, cp=1,
-                    dp_shard=p.data_parallel_shard_degree, tp=p.tensor_parallel_degree, pp=1, ep=1, world_size=int(sys.argv[2]))
+                    dp_shard=p.data_parallel_shard_degree, tp=p.tensor_parallel_degree, pp=1, ep=1,
+                    world_size=int(sys.argv[2]))
 print(json.dumps({"shard": dims.dp_shard, "tensor": dims.tp, "micro": t.local_batch_size,
     "batch": t.global_batch_size, "tokens": t.seq_len, "dtype": t.dtype, "offload": t.enable_cpu_offload,
     "reshard": p.fsdp_reshard_after_forward, "ac": type(config.activation_checkpoint).__qualname__}))

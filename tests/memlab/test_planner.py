@@ -1,7 +1,10 @@
 """The planner: its bytes are footprint's, its verdicts a virtual card's, its order the cost model's."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -329,7 +332,7 @@ def test_confirm_takes_the_first_that_runs():
     [
         ("gpt2", 3.2, 1, 8, None),
         ("gpt2", 2.6, 4, 32, None),
-        ("smollm2-135m", 2.5, 2, 4, Recipe(precision="bf16", sequence=512, world_size=2)),
+        ("bert-base", 1.6, 2, 4, Recipe(precision="bf16", sequence=512, world_size=2)),
         ("resnet50", 1.9, 1, 32, None),
     ],
 )
@@ -399,3 +402,47 @@ def test_command_traces_the_winner(run):
 def test_command_errors(run, words, said):
     code, _, err = run(*words)
     assert code == 2 and said in err and len(err.splitlines()) == 1
+
+
+MODULE = """
+import torch
+from torch import nn
+
+def make():
+    net = nn.Sequential(nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048))
+    return net, lambda n: torch.randn(n, 1024, 2048)
+
+def wrong():
+    return 3
+"""
+
+
+def test_command_plans_a_built_module(run, tmp_path, monkeypatch):
+    (tmp_path / "some_model.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("plan", "some_model:make", "--gpu", "T4", "--effective-batch", 2048, "--json")
+    assert code == 0 and "tracing " in err
+    data = json.loads(out)
+    weights = 2 * 2048 * 4096 + 4096 + 2048
+    products = 6 * 2 * 2048 * 4096 * 1024 * 2048  # two layers, the first without a gradient of its input
+    assert data["flops_per_effective_batch"] == products * 5 // 6
+    best = data["best"]
+    assert best["precision"] == "amp-fp16" and 16 * weights < best["peak_bytes"] < 15.9e9
+    assert 1 <= best["micro_batch"] < 2048
+    for words, said in (
+        (("some_model:wrong", "--gpu", "T4"), "must return (module, batch)"),
+        (("some_model:nothing", "--gpu", "T4"), "has no attribute 'nothing'"),
+        (("some_model:make", "--gpu", "T4", "--count", 2), "planned on one card"),
+    ):
+        code, _, err = run("plan", *words)
+        assert code == 2 and said in err.splitlines()[-1]
+
+
+def test_interrupt_while_tracing_is_quiet():
+    memlab = [sys.executable, "-m", "memlab.cli", "plan", "llama2-13b", "--gpu", "A100-80GB"]
+    process = subprocess.Popen(memlab, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline().startswith("tracing ")
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
