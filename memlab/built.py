@@ -78,6 +78,7 @@ class BuiltPlan:
         ]
         for way in self.ways:
             turns = self.effective_batch // max(way.micro_batch, 1)
+            turns = self.effective_batch // max(way.micro_batch, 1)
             size = f"{way.micro_batch} x {turns}" if way.micro_batch else "none runs"
             peak = f"{way.peak_bytes / GB:.2f}" if way.peak_bytes else ""
             what = f"{way.precision}, {way.optimizer}"

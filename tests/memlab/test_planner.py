@@ -332,7 +332,7 @@ def test_confirm_takes_the_first_that_runs():
     [
         ("gpt2", 3.2, 1, 8, None),
         ("gpt2", 2.6, 4, 32, None),
-        ("bert-base", 1.6, 2, 4, Recipe(precision="bf16", sequence=512, world_size=2)),
+        ("bert-base", 1.7, 2, 32, Recipe(precision="bf16", sequence=512, world_size=2)),
         ("resnet50", 1.9, 1, 32, None),
     ],
 )
