@@ -78,15 +78,15 @@ class BuiltPlan:
         ]
         for way in self.ways:
             turns = self.effective_batch // max(way.micro_batch, 1)
-            turns = self.effective_batch // max(way.micro_batch, 1)
             size = f"{way.micro_batch} x {turns}" if way.micro_batch else "none runs"
             peak = f"{way.peak_bytes / GB:.2f}" if way.peak_bytes else ""
             what = f"{way.precision}, {way.optimizer}"
             lines.append(f"  {what:<36}{size:>14}{peak:>10}{way.seconds:>10.3g} s")
             if way.numerics:
                 lines.append(f"      {way.numerics}")
-        return "\n".join([*lines, f"time: counted FLOPs at {self.mfu:.0%} of the dense peak; levers inside the",
-                          "model (checkpointing, attention, sharding) aren't tried: they are its own code"])  # fmt: skip
+        lines.append(f"time: counted FLOPs at {self.mfu:.0%} of the dense peak; levers inside the model")
+        lines.append("(checkpointing, attention, sharding) aren't tried: they are its own code")
+        return "\n".join(lines)
 
 
 def load(name: str) -> Build:
