@@ -30,9 +30,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from tqdm import tqdm
 
-from autograder import build, doctor, late, questions, submissions, tables
+from autograder import build, late, questions, submissions, tables
 from autograder.course import Chapter, CourseError, write_atomically
 from autograder.evidence import REVIEW, TAMPERED
 from autograder.feedback import write_pages
@@ -56,6 +57,7 @@ from autograder.records import (
 from autograder.roster import read_roster
 from autograder.sandbox import Settings, choose, weaker
 from autograder.workers import run_jobs
+from memlab import doctor
 
 
 @dataclass(frozen=True)
@@ -273,15 +275,17 @@ def _first_readable(
         try:
             if candidate.fault:
                 raise doctor.Unreadable(candidate.fault)
-            notebook, repairs = doctor.repair(doctor.read(candidate.data), release)
+            said: list[str] = []
+            mended, repairs = doctor.repair(doctor.read(candidate.data, said), release)
+            notebook = nbformat.from_dict(mended)  # type: ignore[no-untyped-call]
             build.to_text(notebook)
         except doctor.Unreadable as error:
             notes.append(f"{candidate.name}: {error}")
         except Exception as error:  # one student's file must not end the class
             notes.append(f"{candidate.name}: can't be repaired ({type(error).__name__}: {str(error)[:100]})")
         else:
-            own = [f"{candidate.name}: {candidate.note}"] if candidate.note else []
-            return candidate, notebook, [*notes, *own, *repairs]
+            about = [f"{candidate.name}: {text}" for text in (candidate.note, *said) if text]
+            return candidate, notebook, [*notes, *about, *repairs]
     return None, None, notes
 
 

@@ -257,7 +257,7 @@ def test_points_given_by_hand_have_a_column_of_their_own(graded: dict[str, Any],
     assert result.returncode == 1  # the broken one still is
     assert rows["right"]["manual_points"] == "2" and rows["right"]["points"] == "10"
     assert rows["renamed"]["manual_points"] == ""
-    assert "12.0" in (out / "feedback" / "right" / f"{CHAPTER}.html").read_text("utf-8")
+    assert "12 points" in (out / "feedback" / "right" / f"{CHAPTER}.html").read_text("utf-8")
 
     # graded anew because something else changed: what a person gave for the same text stays
     (out / "records" / "right" / f"{CHAPTER}.json").unlink()
