@@ -331,6 +331,21 @@ plots.consumers(
 #
 # Note the pair in the middle. Pure bf16 fits with a *fused* AdamW and not with a *foreach* one. One word, 8 GB.
 
+# %% [markdown] id="nine-edge"
+# All of these are steps of *one* micro-batch. **What does a second one add, when gradients are accumulated?**
+
+# %% id="nine-edge-run" claims="C6-02 C6-14"
+pure = mixed.replace(precision="bf16")
+one, two = (memlab.compute(llama70, pure.replace(accumulation=n), card).peak_bytes for n in (1, 2))
+print(
+    f"pure bf16, fused, closed form: {format_gb(one)}, accumulated {format_gb(two)}, free {format_gb(free)}"
+)
+assert one < free and two > 0.99 * free
+
+# %% [markdown] id="nine-edge-read"
+# The gradients of the first are there all through the second, 5.6 GB at the peak. At the edge of the card even
+# accumulation, "free", decides.
+
 # %% [markdown] id="bert" claims="C6-18 C6-22"
 # ## 5. BERT-large, redone
 #

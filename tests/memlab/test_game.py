@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from memlab import game
+from memlab.footprint import footprint
 from memlab.game import LEVELS, Move, leaderboard, play, twin_loss
 from memlab.recipe import Recipe
 from memlab.units import GB
@@ -106,7 +105,22 @@ def test_nothing_is_written_while_being_graded(home: Path, monkeypatch: pytest.M
     assert not (home / "leaderboard.json").exists()
 
 
-def test_levels_grow_and_each_can_be_done() -> None:
-    assert [level.number for level in LEVELS] == [1, 2, 3, 4]
-    assert json.dumps([level.budget for level in LEVELS])
-    assert replace(LEVELS[0], target=0.5) != LEVELS[0] and "T4" in str(LEVELS[0])
+WINNING = {
+    1: {"precision": "amp-fp16", "optimizer_impl": "fused", "micro_batch": 1, "accumulation": 32},
+    2: {"precision": "bf16", "optimizer_impl": "fused", "micro_batch": 1, "accumulation": 32},
+    3: {"precision": "amp-bf16", "optimizer_impl": "fused", "micro_batch": 1, "accumulation": 64,
+        "checkpointing": "full", "offload": ("optimizer_states:cpu",)},
+    4: {"precision": "bf16", "optimizer": "adamw-8bit", "micro_batch": 1, "accumulation": 128,
+        "checkpointing": "full", "zero_stage": 3, "world_size": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", WINNING)
+def test_each_level_can_be_won_and_plain_fp32_does_not_win_it(number: int) -> None:
+    level = LEVELS[number - 1]
+    recipe = Recipe(**WINNING[number], sequence=level.sequence)  # type: ignore[arg-type]
+    game._allowed(level, recipe)
+    assert footprint(level.model, recipe, level.gpu).peak_bytes < 0.95 * level.budget
+    assert twin_loss(recipe.precision, recipe.optimizer) <= level.target
+    plain = Recipe(precision="fp32", micro_batch=level.batch // level.cards, sequence=level.sequence)
+    assert footprint(level.model, plain, level.gpu).peak_bytes > level.budget
