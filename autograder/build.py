@@ -94,7 +94,8 @@ from nbgrader.preprocessors import (
     LockCells,
 )
 
-from autograder.course import TEXT_STUB, Chapter, CourseError, chapters, write_atomically
+from autograder.course import Chapter, CourseError, chapters, write_atomically
+from memlab.doctor import TEXT_STUB
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 KEYS = frozenset({"id", "exercise", "check", "manual", "points", "claims", "tags"})

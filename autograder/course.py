@@ -19,13 +19,11 @@ from pathlib import Path
 
 from traitlets.config import Config
 
+from memlab.doctor import TEXT_STUB
 from memlab.units import unknown_name
 
 KERNEL = "python3"
 CHAPTER_FILE = re.compile(r"(\d\d)_[a-z0-9_]+\.py")
-
-#: What a written answer holds before the student writes it.
-TEXT_STUB = "*Write your answer here.*"
 
 
 class CourseError(Exception):

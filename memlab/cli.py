@@ -1,4 +1,4 @@
-"""The command line: `memlab footprint | trace | compare | plan | oom | snapshot | gpus | models`.
+"""The command line: `memlab footprint | trace | compare | plan | oom | snapshot | doctor | gpus | models`.
 
 Each command imports what it needs when it runs: `memlab footprint` answers without torch. Every field of
 `Recipe` is a flag of the commands that train; `--recipe FILE.toml` gives several at once, and flags win over
@@ -570,6 +570,51 @@ def snapshot(
         _print(summary.render(12 if top is None else top))
         if html is not None:
             _print(f"\nviewer written to {html}")
+
+
+@app.command()
+def doctor(
+    file: Annotated[Path, typer.Argument(help="your notebook of a chapter", metavar="FILE")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="write the mended notebook here", metavar="OUT", show_default=False),
+    ] = None,
+    release: Annotated[
+        Path | None,
+        typer.Option(
+            help="the chapter as it was handed out; memlab's own copy otherwise",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Look whether a chapter's notebook can be graded, and mend it; your answers are never changed.
+
+    Example:
+
+    memlab doctor 02_four_consumers.ipynb --out mended.ipynb
+    """
+    from memlab import doctor as room
+
+    said: list[str] = []
+    notebook = room.read(file.read_bytes(), said)
+    if release is None:
+        known = room.releases()
+        if not known:
+            raise ValueError(
+                "this memlab came without the chapters: give the one you got with --release FILE"
+            )
+        release = known[room.chapter_of(notebook, file.name)]
+    mended, repairs = room.repair(notebook, room.read(release.read_bytes()))
+    _print(f"{file.name} is {release.stem}: {room.state(mended)}")
+    _print("\n".join(f"  - {line}" for line in [*said, *repairs]) or "  nothing to mend")
+    if out is not None:
+        if out.exists():
+            raise ValueError(f"{out} is there already: choose another name, so that nothing is lost")
+        out.write_text(room.to_text(mended), "utf-8")
+        _print(f"written to {out}: hand this one in")
+    elif said or repairs:
+        _print("The grader mends the same by itself. To save a mended notebook, add --out mended.ipynb")
 
 
 @app.command()

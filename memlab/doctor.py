@@ -23,6 +23,9 @@ _EXERCISE_COMMENT = re.compile(r"^\s*#\s*exercise\s+(\d+\.\d+)\b", re.MULTILINE 
 _DEFINES = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _CHECK_CALL = re.compile(r"""\bcheck\(\s*["'](\d+\.\d+)["']""")
 
+#: What a written answer holds before the student writes it.
+TEXT_STUB = "*Write your answer here.*"
+
 #: How alike a cell and the exercise's stub must be to belong together by their place alone.
 _ALIKE = 0.4
 
@@ -110,6 +113,32 @@ def answered(notebook: Notebook) -> int:
     """How many exercise cells hold more than the stub: to choose between two files of equal age."""
     sources = [_text(cell.get("source")) for cell in notebook.get("cells", []) if isinstance(cell, dict)]
     return sum(1 for s in sources if _EXERCISE_COMMENT.search(s) and "raise NotImplementedError(" not in s)
+
+
+def state(mended: Notebook) -> str:
+    """'5 of 6 exercises written, missing: 2.4; the written answer is there'."""
+    cells: dict[str, list[str]] = defaultdict(list)
+    texts: list[str] = []
+    for cell in mended["cells"]:
+        nbgrader = _nbgrader(cell)
+        if nbgrader.get("solution") and cell["cell_type"] == "code":
+            cells[_exercise(cell)].append(cell["source"])
+        elif nbgrader.get("solution"):
+            texts.append(cell["source"].strip())
+    stubs = [n for n, sources in cells.items() if any("raise NotImplementedError" in s for s in sources)]
+    line = f"{len(cells) - len(stubs)} of {len(cells)} exercises written"
+    if stubs:
+        line += f", open: {', '.join(sorted(stubs))}"
+    empty = sum(text in ("", TEXT_STUB) for text in texts)
+    if texts:
+        line += f"; {len(texts) - empty} of {len(texts)} answers in words"
+    return line
+
+
+def to_text(notebook: Notebook) -> str:
+    """The bytes of a notebook file, as Jupyter writes them."""
+    lines = {**notebook, "cells": [{**c, "source": c["source"].splitlines(True)} for c in notebook["cells"]]}
+    return json.dumps(lines, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 # -- which chapter -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 TORCH_FREE = [
     "memlab",
     "memlab.units",
+    "memlab.doctor",
     "memlab.hardware",
     "memlab.models",
     "memlab.recipe",
