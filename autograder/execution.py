@@ -59,6 +59,7 @@ class Executed:
     tampered: list[tuple[str, str]] = field(default_factory=list)
     kernels: int = 0
     seconds: float = 0
+    processor_seconds: float = 0
 
 
 class _Stopped(Exception):
@@ -82,6 +83,7 @@ def execute(notebook: Any, sandbox: Sandbox, seed: int, budget: Budget | None = 
             continue
         finally:
             result.tampered += [found for found in run.tampered if found not in result.tampered]
+            result.processor_seconds += run.processor_seconds
         result.notebook, result.seconds = run.notebook, time.monotonic() - began
         return result
 
@@ -104,22 +106,31 @@ class _Run:
         self.tampered: list[tuple[str, str]] = []
         self.left = budget.notebook_output
         self.count = 0
+        self.processor_seconds = 0.0
 
     def all_cells(self) -> None:
         for cell in self.notebook.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
-        with self.sandbox.kernel({}) as kernel, _client(kernel) as client:
+        with self.sandbox.kernel({}) as kernel:
             try:
-                client.wait_until_ready(KERNEL_TIMEOUT)
-            except _Stopped as stop:
-                raise SandboxError(f"a kernel didn't start: {stop}") from None
-            watch = integrity.Watch(lambda code, expression: client.ask(code, expression))
-            watch.begin()
-            for index, cell in enumerate(self.notebook.cells):
-                self.index = index
-                if cell.cell_type == "code" and cell.source.strip():
-                    self._cell(cell, client, watch)
+                with _client(kernel) as client:
+                    self._all_cells(client)
+            finally:
+                kernel.kill()
+                self.processor_seconds = kernel.processor_seconds
+
+    def _all_cells(self, client: _Client) -> None:
+        try:
+            client.wait_until_ready(KERNEL_TIMEOUT)
+        except _Stopped as stop:
+            raise SandboxError(f"a kernel didn't start: {stop}") from None
+        watch = integrity.Watch(client.ask)
+        watch.begin()
+        for index, cell in enumerate(self.notebook.cells):
+            self.index = index
+            if cell.cell_type == "code" and cell.source.strip():
+                self._cell(cell, client, watch)
 
     def _cell(self, cell: Any, client: _Client, watch: integrity.Watch) -> None:
         why = self.lost.get(self.index)

@@ -437,6 +437,8 @@ class Kernel:
         self._sandbox = sandbox
         self.connection = connection
         self.ended: str | None = None
+        #: Of all that it started; known once it has ended.
+        self.processor_seconds = 0.0
 
     def poll(self, seconds: float = 0) -> str | None:
         """How it ended, or None while it runs; waits at most `seconds`."""
@@ -446,6 +448,7 @@ class Kernel:
             if answer is None:
                 break
             self.ended = answer.get("ended")
+            self.processor_seconds = float(answer.get("processor_seconds", 0))
         return self.ended
 
     def wait(self, seconds: float) -> str:

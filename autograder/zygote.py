@@ -12,7 +12,7 @@ The grader talks to it in JSON, one packet each, on a socket:
 
     ← {"ready": true, "memory": bytes}
     → {"start": {"connection": path, "environment": {…}, "limits": {…}, "run": path, …}}
-    ← {"started": true}, later {"ended": "exit 0" | "signal 9" | "too much memory" | …}
+    ← {"started": true}, later {"ended": "exit 0" | "signal 9" | "too much memory", "processor_seconds": …}
     → {"signal": "interrupt" | "kill"}
 """
 
@@ -66,7 +66,7 @@ def main() -> None:
     control.set_inheritable(False)
     _preload()
     control.send(json.dumps({"ready": True, "memory": _memory_of([os.getpid()])}).encode())
-    keeper, limit, verdict = 0, 0, ""
+    keeper, limit, verdict, spent = 0, 0, "", 0.0
     while True:
         readable, _, _ = select.select([control], [], [], 0.1 if keeper else None)
         if readable:
@@ -85,8 +85,10 @@ def main() -> None:
             ended, status = os.waitpid(keeper, os.WNOHANG)
             if ended:
                 _end_everything()
-                keeper = 0
-                control.send(json.dumps({"ended": verdict or _read_status(status)}).encode())
+                keeper, before = 0, spent
+                spent = _processor_seconds()
+                answer = {"ended": verdict or _read_status(status), "processor_seconds": spent - before}
+                control.send(json.dumps(answer).encode())
             elif not verdict and _uses_more_than(limit, keeper):
                 verdict = "too much memory"
                 _send_signal(keeper, signal.SIGTERM)
@@ -94,6 +96,12 @@ def main() -> None:
         _send_signal(keeper, signal.SIGTERM)
         os.waitpid(keeper, 0)
     _end_everything()
+
+
+def _processor_seconds() -> float:
+    """Of everything below this process that has ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _end_everything() -> None:
@@ -206,10 +214,21 @@ def _fork_keeper(control: socket.socket, order: dict[str, Any]) -> int:
         init = os.fork()
         if init == 0:
             _init(order)
-        signal.signal(signal.SIGTERM, lambda *_: _send_signal(init, signal.SIGKILL))
+        _kill_on_request(init, signal.SIGTERM)
         _wait_for(init)
     except BaseException as error:
         _die(error)
+
+
+def _kill_on_request(child: int, gentle: signal.Signals) -> None:
+    """On SIGTERM: what `child` used is known only if it ends in order, so it has two seconds for that."""
+
+    def end(*_: object) -> None:
+        _send_signal(child, gentle)
+        signal.alarm(2)
+
+    signal.signal(signal.SIGALRM, lambda *_: _send_signal(child, signal.SIGKILL))
+    signal.signal(signal.SIGTERM, end)
 
 
 def _wait_for(child: int) -> NoReturn:
@@ -243,6 +262,7 @@ def _init(order: dict[str, Any]) -> NoReturn:
         _drop_privileges(order)
         _libc.prctl(_PR_SET_DUMPABLE, 0)  # the kernel, of the same user, can't look into this process
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _kill_on_request(kernel, signal.SIGKILL)
         os.close(to_kernel)
         os.close(from_kernel)
         _wait_for(kernel)
