@@ -2,6 +2,7 @@
 #
 #   make course   set up, run all chapters -> build/course/index.html
 #   make test     set up, lint, types, tests
+#   make stress   the grader under load: hostile class, kills, many submissions, fuzzing (hours)
 #   make lab      set up, open JupyterLab on the student notebooks
 #   make setup    the environment alone, in .venv
 #   make release  generate notebooks/ from solutions/
@@ -18,7 +19,7 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: course test lab setup release clean
+.PHONY: course test stress lab setup release clean
 
 course: setup
 	$(BIN)/autograder run --out build/course --jobs $(JOBS)
@@ -29,6 +30,9 @@ test: setup
 	$(BIN)/mypy
 	$(BIN)/autograder release --check
 	$(BIN)/python -m pytest -n $(JOBS)
+
+stress: setup
+	nice $(BIN)/python -m pytest -s tests/stress/fuzz_doctor.py tests/stress/hostile_class.py tests/stress/killed.py tests/stress/many.py
 
 lab: setup
 	$(BIN)/jupyter lab --notebook-dir=notebooks
