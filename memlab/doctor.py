@@ -11,6 +11,7 @@ Notebooks are plain dicts, as JSON gives them: this file needs the standard libr
 
 from __future__ import annotations
 
+import ast
 import copy
 import difflib
 import json
@@ -26,8 +27,8 @@ _CHECK_CALL = re.compile(r"""\bcheck\(\s*["'](\d+\.\d+)["']""")
 #: What a written answer holds before the student writes it.
 TEXT_STUB = "*Write your answer here.*"
 
-#: How alike a cell and the exercise's stub must be to belong together by their place alone.
-_ALIKE = 0.4
+#: How alike a cell and the exercise's stub must be to belong together by their place; another cell's text.
+_ALIKE, _THE_SAME = 0.4, 0.8
 
 Cell = dict[str, Any]
 Notebook = dict[str, Any]
@@ -244,6 +245,8 @@ class _Repair:
                 last = index
                 order.append(index)
             elif index is None or not self._says_nothing_new(cell, index):
+                if index is not None and _nbgrader(self.originals[index]).get("solution"):
+                    cell["cell_type"] = self.originals[index]["cell_type"]
                 self.added[last].append(cell)
         if order != sorted(order):
             self.said.append("cells were moved: put back in the order of the chapter")
@@ -292,32 +295,37 @@ class _Repair:
         ]
         marked = [keys[mark] for mark in marks if mark in keys]
         told = marked[0] if marked else None
+        exact = keys.get(("text", source.strip()))
         for name in names:
             index = keys.get(("id", name)) if isinstance(name, str) else None
             if index is None:
                 continue
             original = self.originals[index]
-            if marked and index not in marked and source.strip() != original["source"].strip():
+            if source.strip() == original["source"].strip():
+                return index
+            if exact is not None:
+                return exact  # its id was taken from another cell
+            if marked and index not in marked:
                 return told  # an exercise that was merged into another cell, or pasted over it
+            is_code = original["cell_type"] == "code"
+            if not marked and is_code != (cell["cell_type"] == "code") and is_code != _parses(source):
+                continue  # another kind of cell, whose text can't be of the kind that was there
             return index
         calls = [("check", number) for number in _CHECK_CALL.findall(source)[:1]]
-        weaker = [*calls, ("text", source.strip())]
-        return told if told is not None else next((keys[mark] for mark in weaker if mark in keys), None)
+        by_call = next((keys[call] for call in calls if call in keys), None)
+        return next((index for index in (told, by_call, exact) if index is not None), None)
 
     def _align(self) -> None:
-        """Exercises whose cell bears no mark any more: by the text, among what stands in the same place."""
+        """Code whose cell bears no mark any more: by the text, among what stands in the same place."""
         for index, original in enumerate(self.originals):
-            if (
-                index in self.slots
-                or not _nbgrader(original).get("solution")
-                or original["cell_type"] != "code"
-            ):
+            nbgrader = _nbgrader(original)
+            if index in self.slots or original["cell_type"] != "code" or nbgrader.get("locked"):
                 continue
             before = max((i for i in self.slots if i < index), default=-1)
             following = min((i for i in self.slots if i > index), default=len(self.originals))
-            own = [
-                cell for cell in self.added[before] if cell["cell_type"] == "code" and cell["source"].strip()
-            ]
+            own = [cell for cell in self.added[before] if cell["source"].strip()]
+            if nbgrader:
+                own = [cell for cell in own if cell["cell_type"] == "code"]
             rivals = [
                 i
                 for i in range(before + 1, following)
@@ -328,7 +336,8 @@ class _Repair:
                 for cell in own[:20]
             ]
             best = max(alike, default=0)
-            if best < _ALIKE and not (len(own) == 1 and len(rivals) == 1 and before == index - 1):
+            alone = bool(nbgrader) and len(own) == len(rivals) == 1 and before == index - 1
+            if best < (_ALIKE if nbgrader else _THE_SAME) and not alone:
                 continue
             chosen = own[alike.index(best)]
             at = next(n for n, cell in enumerate(self.added[before]) if cell is chosen)
@@ -400,7 +409,8 @@ class _Repair:
             if kind == "code" and _new_lines(source, cell["source"]):
                 return [own], cell, []
             return [], cell, []
-        if nbgrader.get("solution") or cell["cell_type"] == kind == "code":
+        is_code = kind == "code" or (cell["cell_type"] == "code" and _parses(source))
+        if nbgrader.get("solution") or (cell["cell_type"] == "code" and is_code):
             cell["source"] = source
             return [], cell, []
         if same or not (new := _new_lines(source, cell["source"])):
@@ -425,6 +435,15 @@ def _new_lines(source: str, original: str) -> str:
     """The lines of `source` that aren't in `original`."""
     old = {line.strip() for line in original.splitlines()}
     return "\n".join(line for line in source.splitlines() if line.strip() and line.strip() not in old)
+
+
+def _parses(source: str) -> bool:
+    """Whether a text is Python that does something: then it was code before its cell was made a text."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in body)
 
 
 def _plain(cell: Cell) -> Cell:
