@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from autograder.doctor import Unreadable, read, repair
 
 from autograder.evidence import is_check
+from memlab import doctor
+from memlab.doctor import Unreadable, read
 from tests.autograder.small_course import small_course, solved, untouched
 from tests.submissions.case import CHAPTER
 
@@ -295,6 +296,11 @@ def patience(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+def repair(notebook: Any, release: Any) -> tuple[Any, list[str]]:
+    fixed, repairs = doctor.repair(notebook, release)
+    return nbformat.from_dict(fixed), repairs
 
 
 def fault(data: bytes, release: Any) -> str:
