@@ -11,7 +11,8 @@ import csv
 import io
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,6 +80,30 @@ def _name_keys(name: str) -> set[str]:
 def read_roster(path: Path) -> Roster:
     """Raises CourseError where there is no such file or no column that says who is who."""
     rows, names = read_table(path)
+    kinds, unused = _kinds(names)
+    if not any(kinds[kind] for kind in ("id", "name", "last", "email", "moodle")):
+        shown = ", ".join(map(repr, names[:8])) or "none"
+        raise CourseError(
+            f"{path}: no column called id, name or email among {shown}: name them in its first line"
+        )
+    people = [person for row in rows if (person := _person(row, kinds)) is not None]
+    if not people:
+        raise CourseError(f"{path}: a first line with names of columns, and no student below it")
+    times = Counter(person.id for person in people)
+    for name, number in times.most_common(1):
+        if number > 1:
+            raise CourseError(f"{path}: {name!r} stands in {number} rows; the id of a student is unique")
+    return Roster(people, [_said(path, kinds, unused, len(people))])
+
+
+def people_of(rows: Sequence[dict[str, str]], names: Sequence[str]) -> list[Person | None]:
+    """Who each row of a table is; None for rows that are nobody's."""
+    kinds, _ = _kinds(names)
+    return [_person(row, kinds) for row in rows]
+
+
+def _kinds(names: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """What the columns are, and those that are nothing known."""
     kinds: dict[str, list[str]] = defaultdict(list)
     unused = []
     for column in names:
@@ -93,24 +118,7 @@ def read_roster(path: Path) -> Roster:
         else:
             unused.append(column)
     kinds["id"].sort(key=lambda column: _IDS.index(key(column)))
-    if not any(kinds[kind] for kind in ("id", "name", "last", "email", "moodle")):
-        shown = ", ".join(map(repr, names[:8])) or "none"
-        raise CourseError(
-            f"{path}: no column called id, name or email among {shown}: name them in its first line"
-        )
-    people = [person for row in rows if (person := _person(row, kinds)) is not None]
-    if not people:
-        raise CourseError(f"{path}: a first line with names of columns, and no student below it")
-    said = [_said(path, kinds, unused, len(people))]
-    by_id: dict[str, int] = defaultdict(int)
-    for person in people:
-        by_id[person.id] += 1
-    twice = [name for name, times in by_id.items() if times > 1]
-    if twice:
-        raise CourseError(
-            f"{path}: {twice[0]!r} stands in {by_id[twice[0]]} rows; the id of a student is unique"
-        )
-    return Roster(people, said)
+    return kinds, unused
 
 
 def read_table(path: Path) -> tuple[list[dict[str, str]], list[str]]:
