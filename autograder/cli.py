@@ -1,4 +1,4 @@
-"""The command line of the course: `autograder release | run | grade`.
+"""The command line of the course: `autograder release | run | grade | report | export | formgrader`.
 
 Exit codes: 0 all well; 1 the work was done and something in it failed (a chapter, a stale notebook, a
 submission that couldn't be graded); 2 the command couldn't be carried out, said in one line; 130 interrupted.
@@ -6,6 +6,7 @@ submission that couldn't be graded); 2 the command couldn't be carried out, said
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections import Counter
@@ -125,6 +126,12 @@ def grade(
             "only for submissions that you trust)."
         ),
     ] = "auto",
+    scheduler: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Run on the workers of this Dask scheduler.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds that one notebook may take; a cell may take 90 of them.")
+    ] = 600,
     roster: Annotated[
         Path | None, typer.Option(help="CSV of all students: who is who, and who handed nothing in.")
     ] = None,
@@ -155,6 +162,7 @@ def grade(
     try:
         records = grade_folder(
             submissions, out, wanted, jobs=jobs, seed=seed, sandbox=sandbox,
+            scheduler=scheduler, seconds=seconds,
             collecting=Collecting(pattern, roster, attempt), deadline=agreed, show_hidden=show_hidden,
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -171,6 +179,64 @@ def grade(
     typer.echo(str(out / "grades.csv"))
     if counts["failed"]:
         raise typer.Exit(1)
+
+
+Graded = Annotated[Path, typer.Argument(metavar="OUT", help="The folder that `autograder grade` wrote.")]
+
+
+@app.command(epilog="Example: autograder export graded --format canvas --template gradebook.csv")
+def export(
+    out: Graded,
+    format_: Annotated[str, typer.Option("--format", help="canvas, moodle or nbgrader.")],
+    template: Annotated[
+        Path | None,
+        typer.Option(help="The gradebook (Canvas) or grading worksheet (Moodle) that you exported."),
+    ] = None,
+    chapter: Annotated[list[str] | None, typer.Option(help="This chapter only; may be given again.")] = None,
+    column: Annotated[
+        str | None, typer.Option(help="The template's column, if its name isn't enough.")
+    ] = None,
+    to: Annotated[Path | None, typer.Option(help="The file to write; OUT/FORMAT.csv when left out.")] = None,
+) -> None:
+    """Write points for an LMS, with those given by hand until now and after the policy for late work."""
+    from autograder import export as room
+    from autograder import tables
+
+    found = tables.course(out.resolve())
+    names = [item.name for item in course.select(course.course_root(), chapter)] if chapter else []
+    to = to or out / f"{format_}.csv"
+    for line in room.export(found, format_, to, template=template, chapters=names, column=column):
+        typer.echo(line, err=True)
+    tables.write(found)
+    typer.echo(str(to))
+
+
+@app.command(epilog="Example: autograder report graded")
+def report(out: Graded) -> None:
+    """Print how a class did and write OUT/report.html: distribution, wrong answers, what to look at."""
+    from autograder import report as room
+    from autograder import tables
+
+    found = tables.course(out.resolve())
+    tables.write(found)
+    summaries = room.summaries(found)
+    typer.echo(room.text(summaries))
+    course.write_atomically(out / "report.html", room.html(summaries))
+    typer.echo(str(out / "report.html"))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: autograder formgrader graded --no-browser --port 8899",
+)
+def formgrader(context: typer.Context, out: Graded) -> None:
+    """Open JupyterLab on a graded course: menu Nbgrader, Formgrader. Further options are JupyterLab's."""
+    folder = out / "course"
+    if not (folder / "nbgrader_config.py").exists():
+        raise course.CourseError(f"nothing was graded into {out}: first `autograder grade … --out {out}`")
+    os.chdir(folder)  # nbgrader reads its configuration from here
+    command = [sys.executable, "-m", "jupyter", "lab", "--ServerApp.root_dir=.", *context.args]
+    os.execv(sys.executable, command)
 
 
 def _terminated(number: int, frame: object) -> None:

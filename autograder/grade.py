@@ -25,17 +25,18 @@ import hashlib
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import nbformat
 from tqdm import tqdm
 
-from autograder import build, late, questions, submissions, tables
+from autograder import build, late, submissions, tables
 from autograder.course import Chapter, CourseError, write_atomically
 from autograder.evidence import REVIEW, TAMPERED
+from autograder.execution import Budget
 from autograder.feedback import write_pages
 from autograder.gradebook import prepare, take_over
 from autograder.records import (
@@ -80,6 +81,8 @@ def grade_folder(
     jobs: int = 2,
     seed: str | None = None,
     sandbox: str = "auto",
+    scheduler: str | None = None,
+    seconds: float | None = None,
     collecting: Collecting = Collecting(),
     deadline: late.Policy | None = None,
     show_hidden: bool = False,
@@ -88,11 +91,24 @@ def grade_folder(
 
     `folder` may be an archive. A `deadline` given once stays for its chapters. A submission that was graded
     before, and hasn't changed since, is taken from its record. Raises CourseError where nothing can be graded
-    at all (no such folder, nowhere to write).
+    at all (no such folder, nowhere to write, another grader at work in `out`).
+
+    `jobs` workers run here, or those of the Dask `scheduler`; a notebook may take `seconds`.
     """
-    mode = choose(sandbox)
-    if weaker(mode):
-        print(weaker(mode), file=sys.stderr)
+    budget = Budget() if seconds is None else Budget(notebook_seconds=seconds)
+    if scheduler is not None:
+        from autograder.cluster import run_on_cluster
+
+        def run(waiting: list[Job]) -> Iterator[tuple[Job, Outcome]]:
+            return run_on_cluster(waiting, scheduler, sandbox, budget)
+    else:
+        mode = choose(sandbox)
+        if weaker(mode):
+            print(weaker(mode), file=sys.stderr)
+
+        def run(waiting: list[Job]) -> Iterator[tuple[Job, Outcome]]:
+            return run_jobs(waiting, jobs, Settings(mode), budget)
+
     out = out.resolve()  # nbgrader's database URL needs it
     if collecting.attempt not in ("latest", "first"):
         raise CourseError(f"unknown attempt {collecting.attempt!r}: latest or first")
@@ -103,6 +119,7 @@ def grade_folder(
     students, ignored = submissions.collect(folder, names, out, pattern=collecting.pattern, roster=roster)
     built = build.build_all(chapters)
     _make_folders(out)
+    lock = _alone(out)
     prepare(out, built)
     tables.remember(out, students, names)
     policies = late.kept(out)
@@ -125,7 +142,7 @@ def grade_folder(
         print(f"left out: {line}", file=sys.stderr)
     done: set[tuple[str, str]] = set()
     try:
-        for record in _run(todo, out, jobs, mode):
+        for record in _run(todo, out, run):
             records.append(record)
             done.add((record.student, record.chapter))
     finally:
@@ -138,6 +155,7 @@ def grade_folder(
         settled = [r for r in everything if (r.student, r.chapter) not in waiting]
         write_pages(out, settled, ids, graded.manual, policies, show_hidden=show_hidden)
         tables.write(graded)
+        lock.close()
     return sorted(records, key=lambda r: (r.student, r.chapter))
 
 
@@ -165,6 +183,23 @@ def _make_folders(out: Path) -> None:
             pass
     except OSError as error:
         raise CourseError(f"can't write to {out}: {error.strerror}; choose another --out") from None
+
+
+def _alone(out: Path) -> IO[str]:
+    """One grader at a time writes to `out`. The lock is the open file's, and gone with its process."""
+    file = (out / "lock").open("w")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass  # Windows: nothing but this message would be gained
+    except OSError:
+        file.close()
+        raise CourseError(
+            f"another grader is at work in {out}: wait for it, or choose another --out"
+        ) from None
+    return file
 
 
 def _course_seed(out: Path, given: str | None) -> int:
@@ -317,11 +352,13 @@ def _answers(found: submissions.Found) -> int:
 # -- the run -----------------------------------------------------------------------------------------------
 
 
-def _run(todo: Sequence[Job], out: Path, jobs: int, mode: str) -> Iterator[Record]:
-    """Runs the jobs in sandboxes and enters what they return into the gradebook, which nobody else writes."""
+def _run(
+    todo: Sequence[Job], out: Path, run: Callable[[list[Job]], Iterator[tuple[Job, Outcome]]]
+) -> Iterator[Record]:
+    """Runs the jobs and enters what they return into the gradebook, which nobody else writes."""
     bar = tqdm(total=len(todo), unit="submission", disable=not sys.stderr.isatty())
     waiting: list[Job] = []
-    with bar, tempfile.TemporaryDirectory(prefix="memlab-questions-") as library:
+    with bar:
         for job in todo:
             outcome = kept_outcome(out, job)
             if outcome is None:
@@ -331,8 +368,7 @@ def _run(todo: Sequence[Job], out: Path, jobs: int, mode: str) -> Iterator[Recor
             bar.update()
         if not waiting:
             return
-        questions.make_library(Path(library))
-        for job, outcome in run_jobs(waiting, jobs, Settings(mode, library)):
+        for job, outcome in run(waiting):
             if not outcome.error:
                 keep_outcome(out, job, outcome)
             yield _enter(out, job, outcome)

@@ -30,11 +30,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autograder import zygote
+from autograder import questions, zygote
 from autograder.course import CourseError
 from memlab.units import GIB, MIB
 
@@ -82,7 +82,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to build a sandbox; plain data, for a worker builds it in another process or on another machine."""
+    """How to build a sandbox; plain data, for a worker builds it in another process or on another machine.
+
+    `library` is a folder that `questions.make_library` filled; without one the sandbox makes its own.
+    """
 
     mode: str = "bubblewrap"
     library: str = ""
@@ -264,8 +267,12 @@ class Sandbox:
     """One zygote and the kernels forked from it, one at a time. Close it, or use it in a `with`."""
 
     def __init__(self, settings: Settings) -> None:
+        self._folder = scratch_folder()
+        if not settings.library:
+            (self._folder / "library").mkdir()
+            questions.make_library(self._folder / "library")
+            settings = replace(settings, library=str(self._folder / "library"))
         self.settings = settings
-        self._folder = Path(_short_folder())
         self._number = 0
         self._uid = _kernel_uid()
         self._process: subprocess.Popen[bytes] | None = None
@@ -470,13 +477,18 @@ class Kernel:
         return self.wait(KERNEL_TIMEOUT)
 
 
-def _short_folder() -> str:
-    """A new folder; the path of a socket in it must stay below 108 bytes."""
-    folder = tempfile.mkdtemp(prefix="memlab-")
-    if len(folder) > 70:
-        Path(folder).rmdir()
-        folder = tempfile.mkdtemp(prefix="memlab-", dir="/tmp")
-    return folder
+def scratch_folder() -> Path:
+    """A new folder of this process; the path of a socket in it must stay below 108 bytes. Those that a killed
+    grader left behind are removed."""
+    place = tempfile.gettempdir()
+    if len(place) > 50:
+        place = "/tmp"
+    for left in Path(place).glob("memlab-*-*") if Path("/proc/self").exists() else ():
+        owner = left.name.split("-")[1]
+        with contextlib.suppress(OSError):
+            if owner.isdigit() and not Path(f"/proc/{owner}").exists() and left.stat().st_uid == os.getuid():
+                shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"memlab-{os.getpid()}-", dir=place))
 
 
 def _kernel_uid() -> int:

@@ -57,6 +57,34 @@ def run_job(job: Job, sandbox: Sandbox, budget: Budget | None = None) -> Outcome
     return outcome
 
 
+class Runner:
+    """Runs one job after another in a sandbox of its own; one that fails is replaced once for each job."""
+
+    def __init__(self, settings: Settings, budget: Budget | None = None) -> None:
+        self._settings, self._budget = settings, budget
+        self._sandbox: Sandbox | None = None
+
+    def run(self, job: Job) -> Outcome:
+        """The outcome; where nothing could be run, its `error` says why. Raises nothing."""
+        error = ""
+        for _ in range(2):
+            try:
+                self._sandbox = self._sandbox or Sandbox(self._settings)
+                return run_job(job, self._sandbox, self._budget)
+            except SandboxError as failed:
+                error = f"the sandbox failed: {failed}"
+                self.close()
+            except Exception as failed:  # one submission must not end the class
+                text = f"the grader stopped: {type(failed).__name__}: {failed}".splitlines()[0]
+                return Outcome("", error=text)
+        return Outcome("", error=error)
+
+    def close(self) -> None:
+        if self._sandbox is not None:
+            self._sandbox.close()
+        self._sandbox = None
+
+
 class _Worker:
     """A worker process as the parent sees it."""
 
@@ -79,9 +107,12 @@ class _Worker:
             self.connection.send(job)
 
     def end(self) -> None:
+        """At once, or in order where it is idle: then it puts its sandbox away."""
+        self.connection.close()
+        if self.job is None:
+            self.process.join(10)
         self.process.kill()
         self.process.join()
-        self.connection.close()
 
 
 def run_jobs(
@@ -138,33 +169,10 @@ def _work(connection: Connection, settings: Settings, budget: Budget) -> None:
     for descriptor in (0, 1, 2):  # no output of a submission reaches the instructor's terminal
         os.dup2(quiet, descriptor)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sandbox: Sandbox | None = None
-    try:
+    runner = Runner(settings, budget)
+    with contextlib.closing(runner), contextlib.suppress(EOFError):
         while True:
-            try:
-                job = connection.recv()
-            except EOFError:
-                return
-            outcome = None
-            for last in (False, True):
-                try:
-                    sandbox = sandbox or Sandbox(settings)
-                    outcome = run_job(job, sandbox, budget)
-                    break
-                except SandboxError as error:
-                    if sandbox is not None:
-                        sandbox.close()
-                    sandbox = None
-                    if last:
-                        outcome = Outcome("", error=f"the sandbox failed: {error}")
-                except Exception as error:  # one submission must not end the class
-                    text = f"the grader stopped: {type(error).__name__}: {error}".splitlines()[0]
-                    outcome = Outcome("", error=text)
-                    break
-            connection.send(outcome)
-    finally:
-        if sandbox is not None:
-            sandbox.close()
+            connection.send(runner.run(connection.recv()))
 
 
 def _end_with_parent() -> None:

@@ -26,7 +26,6 @@ import importlib
 import json
 import os
 import pkgutil
-import random
 import resource
 import select
 import signal
@@ -431,10 +430,6 @@ def _kernel(order: dict[str, Any], to_init: int, from_init: int) -> NoReturn:
     if order["protected"]:
         _seccomp(network=order["namespaces"])
     _limit(order["limits"])
-    random.seed(0)  # the same numbers in every worker
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(0)
     del sys.argv[1:]
     sys.path[:] = ["", *(path for path in sys.path if path != str(Path(__file__).parent))]
     sys.modules["__main__"].__dict__.pop("__file__", None)
@@ -454,6 +449,9 @@ def _kernel(order: dict[str, Any], to_init: int, from_init: int) -> NoReturn:
     os.read(from_init, 1)  # returns once the folder of the sockets is read-only
     os.close(from_init)
     gc.collect()
+    for name, seed in (("random", "seed"), ("numpy.random", "seed"), ("torch", "manual_seed")):
+        if name in sys.modules:  # the same numbers in every kernel, for code that forgot to say so
+            getattr(sys.modules[name], seed)(0)
     app.start()
     os._exit(0)
 
