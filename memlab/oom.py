@@ -109,9 +109,10 @@ class Match(NamedTuple):
 class Report:
     """One message. Sizes in bytes as printed (nearest integer), None where the message doesn't give them.
 
-    `processes` are (pid, bytes) of the other processes that it names. `line` is where it starts in the input,
-    `rank` the prefix that a launcher put before it, `count` how often the same message stands there (nested
-    tracebacks repeat it). `where` and `phase` come from the traceback above it, if there is one.
+    `processes` are (pid, bytes) of the processes that it names by number; `itself` is the one of them that
+    must be this process. `line` is where it starts in the input, `rank` the prefix that a launcher put before
+    it, `count` how often the same message stands there (nested tracebacks repeat it). `where`, `code`,
+    `deepest` and `phase` come from the traceback above it, if there is one.
     """
 
     form: str
@@ -133,8 +134,12 @@ class Report:
     line: int = 1
     rank: str = ""
     count: int = 1
-    where: str = ""
+    where: str = ""  # the deepest line that is the user's own
+    code: str = ""  # what stands there
+    deepest: str = ""  # the traceback's last frame, if that is a library's
     phase: str = ""
+    own_pids: frozenset[int] = frozenset()  # what the launcher's lines around it call this rank's process
+    itself: int | None = None
     pinned: bool = False  # that traceback goes through pinned memory
     matches: list[Match] = field(default_factory=list)
     note: str = ""  # what --model found or didn't
@@ -147,8 +152,22 @@ class Report:
 
     @property
     def other_processes(self) -> list[int]:
-        """Bytes of each other process that the message names."""
+        """Bytes of each process that the message names by number, as printed; `itself` may be one of them."""
         return [size for _, size in self.processes]
+
+    @property
+    def rivals(self) -> list[tuple[int, int]]:
+        """(pid, bytes) of the named processes that are somebody else's, sizes beyond the card left out."""
+        return [(pid, n) for pid, n in self.processes if pid != self.itself and _real(n, self.total)]
+
+    @property
+    def own_process(self) -> int | None:
+        """What the driver counts for this process: printed, or named by a number that must be its own.
+
+        None where the size isn't one: Windows and WSL don't count per process, and 2^64 bytes are printed.
+        """
+        own = dict(self.processes).get(self.itself) if self.itself is not None else self.this_process
+        return own if own is not None and _real(own, self.total) else None
 
     @property
     def unallocated(self) -> int | None:
@@ -202,10 +221,14 @@ class Report:
         yield from row("total on the card" if self.backend != "cpu" else "total", self.total)
         yield from row("allowed", self.allowed, "no limit is set" if (self.allowed or 0) >= 1 << 60 else "")
         yield from row("free on the card", self.free)
-        for pid, size in self.processes:
+        for pid, size in self.rivals:
             yield from row("another process", size, f"process {pid}")
         note = "tensors, cache, CUDA context, libraries" if self.backend == "cuda" else ""
-        yield from row("this process", self.this_process, note)
+        if self.itself is not None:
+            note = f"named process {self.itself}, which must be this one"
+        yield from row("this process", self.own_process, note)
+        if self.this_process is not None and self.own_process is None:
+            yield "this process", "not known", "what is printed is no size (Windows, WSL)"
         yield from row("  allocated", self.allocated, "blocks that hold tensors")
         yield from row("    private pools", self.private_pools, "of the allocated; e.g. CUDA graphs")
         yield from row("  reserved", self.reserved, "allocated and cached")
@@ -214,6 +237,8 @@ class Report:
             yield from row("  not allocated", self.unallocated, derived or "reserved, in no tensor")
         if (outside := _outside(self)) is not None and outside > 0:
             yield from row("  outside", outside, "this process - reserved: context, libraries")
+        elif (rest := _rest(self)) is not None and rest > 0:
+            yield from row("outside or others", rest, "total - free - reserved: context, others")
         yield from row("other allocations", self.elsewhere, "Metal's, beside MPS tensors")
 
     def __str__(self) -> str:
@@ -225,7 +250,10 @@ class Report:
             head += f", device {self.device}"
         lines = [head]
         if self.where:
-            lines += wrap(f"raised in {self.where}{f' ({self.phase})' if self.phase else ''}", 80)
+            text = f"raised in {self.where}{f' ({self.phase})' if self.phase else ''}"
+            lines += wrap(f"{text}: {self.code}" if self.code else text, 80, subsequent_indent="  ")
+        if self.deepest:
+            lines += wrap(f"deepest frame: {self.deepest}", 80, subsequent_indent="  ")
         lines += [f"  {name:<19}{size:>12}  {note}".rstrip() for name, size, note in self._numbers()]
         if self.note:
             lines += ["", *wrap(self.note, 80)]
@@ -286,6 +314,7 @@ class Reports:
                     "rank": report.rank or None,
                     "count": report.count,
                     "where": report.where or None,
+                    "deepest": report.deepest or None,
                     "tensors": [match._asdict() for match in report.matches],
                 }
                 for i, report in enumerate(self.reports)
@@ -300,17 +329,10 @@ class Reports:
 
     def __str__(self) -> str:
         parts = []
-        for number, report in enumerate(self.reports, 1):
-            place = f"line {report.line}" + (f", {report.rank}" if report.rank else "")
-            if report.count > 1:
-                place += f", {report.count} times (the same message; counted once)"
-            if len(self.reports) > 1:
-                mark = "FIRST message" if number == 1 else "message"
-                place = f"{mark} {number} of {len(self.reports)}: {place}"
-            if number <= _SHOWN:
-                parts.append(f"{place}\n{report}")
-        if (hidden := len(self.reports) - _SHOWN) > 0:
-            parts.append(f"{hidden} more distinct messages; --json gives all")
+        if self.reports:
+            parts.append(f"{self._place(self.first)}\n{self.first}")
+        if len(self.reports) > 1:
+            parts += self._table()
         if self.unread:
             parts.append(f"and {self.unread} more behind these, which weren't read")
         if self.snapshot is not None:
@@ -319,8 +341,59 @@ class Reports:
                 parts.append("\n".join(wrap(text, 80)))
         return "\n\n".join(parts)
 
+    def _place(self, report: Report) -> str:
+        place = self._where(report)
+        if report.count > 1:
+            place += f", {report.count} times (the same message; counted once)"
+        return f"FIRST message 1 of {len(self.reports)}: {place}" if len(self.reports) > 1 else place
 
-_SHOWN = 3
+    def _table(self) -> Iterator[str]:
+        """The other messages, a line each; what to do is said once for each cause."""
+        shown, hidden = self.reports[: _ROWS + 1], len(self.reports) - _ROWS - 1
+        lines = [
+            f"All {len(self.reports)} distinct messages" if hidden <= 0 else f"The first {_ROWS + 1} of them"
+        ]
+        lines.append(
+            f"{'line':>6} {'rank':<9}{'GPU':>3}{'asked':>11}{'free':>11}{'tensors':>11}  likely causes"
+        )
+        for report in shown:
+            sizes = (report.requested, report.free, report.allocated)
+            texts = ("-" if n is None else format_bytes(n) for n in sizes)
+            labels = ", ".join(cause.label for cause in report.causes)
+            lines.append(
+                f"{report.line:>6} {report.rank[-8:]:<9}{'-' if report.device is None else report.device:>3}"
+                + "".join(f"{text:>11}" for text in texts)
+                + f"  {labels if len(labels) <= 26 else report.causes[0].label}"
+            )
+        if hidden > 0:
+            lines.append(
+                f"and {hidden} more distinct message{'s' if hidden > 1 else ''}; --json has each in full"
+            )
+        else:
+            lines.append("--json has each in full")
+        yield "\n".join(lines)
+        said = {self.first.causes[0].label}
+        known = set(self.first.actions)
+        for report in self.reports:
+            label = report.causes[0].label
+            if label in said:
+                continue
+            said.add(label)
+            lines = [f"Another cause: {self._where(report)}"]
+            for cause in report.causes:
+                lines += _item(f"{cause.label}: {cause.why}", "-")
+            new = [action for action in report.actions if action not in known]
+            known.update(new)
+            for number, action in enumerate(new, 1):
+                lines += _item(action, f"{number}.")
+            yield "\n".join(lines)
+
+    @staticmethod
+    def _where(report: Report) -> str:
+        return f"line {report.line}" + (f", {report.rank}" if report.rank else "")
+
+
+_ROWS = 16  # messages in the table, beside the first
 
 
 class NoMessageError(ValueError):
@@ -750,6 +823,7 @@ def _values(report: Report) -> tuple[Any, ...]:
 
 def _messages(region: _Region, found: Reports) -> list[Report]:
     reports: list[tuple[int, Report]] = []
+    failed = [(int(rank), int(pid)) for rank, pid in _TORCHRUN.findall(region.text)]
     for stream in _streams(region):
         packed = "".join(stream.parts)
         low = packed.lower()
@@ -769,6 +843,10 @@ def _messages(region: _Region, found: Reports) -> list[Report]:
                 continue
             report = seen[same] = _message(kind, text, head, stream.label)
             report.line = line
+            pids = {pid for rank, pid in failed if rank == report.device}
+            if match := _LABEL_PID.search(stream.label):
+                pids.add(int(match.group(1)))
+            report.own_pids = frozenset(pids)
             _locate(report, region.text[max(offset - 6000, 0) : offset])
             reports.append((offset, report))
     reports.sort(key=lambda pair: pair[0])
@@ -847,30 +925,59 @@ def _form(report: Report, head: str, label: str) -> tuple[str, str]:
     return ("allowed" if report.allowed is not None and sentences else style), style
 
 
+#: torchrun: 'failed (exitcode: 1) local_rank: 2 (pid: 81230)', and its summary's 'rank : 2 (local_rank: 2)'
+_TORCHRUN = re.compile(
+    rb"local_rank: {0,4}(\d{1,4})\)? {0,4}(?:\n[^\n(]{0,120}exitcode[^\n(]{0,20})?\(pid: {0,4}(\d{1,10})\)"
+)
+_LABEL_PID = re.compile(r"pid=(\d{1,10})$")  # Ray, vLLM
+
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,9}), in ([^\s,]{1,200})')
 _LIBRARY = ("site-packages", "dist-packages", "/torch/", "\\torch\\", "<frozen", "lib/python")
+_TORCH = ("/torch/", "\\torch\\")
+_OPTIMIZER_STEP = re.compile(r"\bopt\w*\.step\(|optimizer\w*\.step\(")
 
 
 def _locate(report: Report, before: bytes) -> None:
-    """The user's own line in the traceback above, and the phase that the functions' names betray."""
+    """The user's own line in the traceback above, and the phase that functions and source lines betray."""
     text = before[before.rfind(b"Traceback (most recent call last)") + 1 :].decode("utf-8", "replace")
     if report.rank:  # other ranks' lines stand between
         text = "\n".join(line for line in text.split("\n") if report.rank in line)
     found = list(_FRAME.finditer(text))
     if not found or len(text) - found[-1].end() > 1500:
         return
-    frames = [match.groups() for match in found]
+    frames = [(*match.groups(), _source(text, match.end())) for match in found]
     own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARY)]
-    file, line, function = (own or frames)[-1]
+    file, line, function, report.code = (own or frames)[-1]
     report.where = f"{file}:{line} in {function}"
-    names = {name for _, _, name in frames}
-    if names & {"backward", "_engine_run_backward"}:
+    names = {name for _, _, name, _ in frames}
+    if names & {"backward", "_engine_run_backward"} or any(".backward(" in code for *_, code in frames):
         report.phase = "backward"
-    elif any("optim" in file and ("step" in name or "adam" in name) for file, _, name in frames):
+    elif any(
+        ("optim" in file and ("step" in name or "adam" in name)) or _OPTIMIZER_STEP.search(code)
+        for file, _, name, code in frames
+    ):
         report.phase = "optimizer"
     elif names & {"forward", "_call_impl", "_forward_impl"}:
         report.phase = "forward"
+    file, line, function, code = frames[-1]
+    inside = report.phase == "backward" and any(part in file for part in _TORCH)  # the engine: no operator
+    if frames[-1] != (own or frames)[-1] and not inside:
+        short = "/".join(file.replace("\\", "/").split("/")[-3:])
+        report.deepest = f"{short}:{line} in {function}" + (f": {code}" if code else "")
     report.pinned = any(word in text for word in ("pin_memory", "cudaHostAlloc", "offload"))
+
+
+def _source(text: str, end: int) -> str:
+    """The line of code beneath a traceback's 'File' line, without what a launcher puts before it."""
+    begin = text.find("\n", end) + 1
+    if not begin or begin - end > 40:
+        return ""
+    stop = text.find("\n", begin)
+    line = _ANSI.sub("", text[begin : stop if stop >= 0 else begin + 400])
+    line = line[_PREFIX.match(line).end() :].strip()  # type: ignore[union-attr]  # it matches '' at least
+    if not line or line.startswith(("File ", "^", "~", "Traceback")) or "outofmemory" in line.lower():
+        return ""
+    return line if len(line) <= 70 else f"{line[:67]}..."
 
 
 def _not_memory(words: str) -> str:
@@ -896,16 +1003,54 @@ _ABSURD_ON_HOST = 16 * TIB
 _MARGIN = 1.05  # free + unallocated must exceed the request by this for fragmentation to be the likely cause
 
 
+_ROUNDING = 32 * MIB  # several sizes of two decimals in GiB, added
+_FULL = 20  # a cache below a 20th of the tensors: the tensors fill the card, whatever shape its pieces have
+
+
+def _real(size: int, total: int | None) -> bool:
+    """Can a process hold that much of this card?"""
+    return not total or size <= total
+
+
+def _itself(report: Report) -> int | None:
+    """The number of the named process that must be this one; None if there is none.
+
+    In a container the driver's numbers of processes aren't the container's, so PyTorch doesn't find itself in
+    the driver's list and names itself as another. Then the sum of all is more than the card has.
+    """
+    if report.this_process is not None or not report.processes:
+        return None
+    for pid, _ in report.processes:
+        if pid in report.own_pids:
+            return pid
+    held = report.cached_total if report.cached_total is not None else report.allocated
+    if held is None or report.total is None or report.free is None:
+        return None
+    if sum(report.other_processes) + held + report.free <= report.total + _ROUNDING:
+        return None
+    large = [(n, pid) for pid, n in report.processes if held <= n + _ROUNDING and _real(n, report.total)]
+    return min(large)[1] if large else None
+
+
 def _outside(report: Report) -> int | None:
     """Bytes of this process that its allocator doesn't hold."""
-    if report.this_process is None or report.cached_total is None:
+    if report.own_process is None or report.cached_total is None:
         return None
-    return report.this_process - report.cached_total
+    return report.own_process - report.cached_total
+
+
+def _rest(report: Report) -> int | None:
+    """Bytes of the card that are neither free nor reserved, where the message doesn't say whose they are."""
+    if report.own_process is not None or report.processes or report.backend not in ("cuda", "hip", "xpu"):
+        return None
+    if report.total is None or report.free is None or report.cached_total is None:
+        return None
+    return report.total - report.free - report.cached_total
 
 
 def _own(report: Report) -> int | None:
-    """What this process holds: printed, or at least what its allocator has reserved or allocated."""
-    for size in (report.this_process, report.cached_total):
+    """What this process holds: counted, or at least what its allocator has reserved or allocated."""
+    for size in (report.own_process, report.cached_total):
         if size is not None:
             return size
     return report.allocated
@@ -913,20 +1058,37 @@ def _own(report: Report) -> int | None:
 
 def _others(report: Report, own: int) -> tuple[int, str] | None:
     """Bytes of the card that others hold, and how that is known."""
-    named = sum(report.other_processes)
+    rivals = report.rivals
+    named = sum(size for _, size in rivals)
     if report.total is not None and report.free is not None:
         rest = report.total - report.free - own
-        if report.this_process is None:
+        if report.own_process is None:
             rest -= _CONTEXT  # of this process, which the message doesn't count
         if rest > named or (rest == named and not named):
-            mine = "this process" if report.this_process is not None else "own reserved"
+            mine = "this process" if report.own_process is not None else "own reserved"
             text = f"total {_b(report.total)} - free {_b(report.free)} - {mine} {_b(own)}"
-            if report.this_process is None:
+            if report.own_process is None:
                 text += f" - a context of up to {_b(_CONTEXT)}"
             return rest, f"{text} = {_b(rest)}"
-    if report.processes:
-        return named, " + ".join(f"process {pid}: {_b(size)}" for pid, size in report.processes)
+    if rivals:
+        return named, " + ".join(f"process {pid}: {_b(size)}" for pid, size in rivals)
     return None
+
+
+def _spilled(report: Report) -> bool:
+    """Do its tensors have more than the card? Windows' driver then moves memory to the host."""
+    return bool(report.total) and report.allocated is not None and report.allocated > (report.total or 0)
+
+
+def _beside(report: Report) -> str:
+    return f"; yet little beside the {_b(report.allocated or 0)} in tensors" if _full(report) else ""
+
+
+def _full(report: Report) -> bool:
+    """Is the cache so small beside the tensors that one free piece more would only move the failure?"""
+    if report.allocated is None or report.unallocated is None:
+        return False
+    return report.unallocated * _FULL <= report.allocated or _spilled(report)
 
 
 def _b(size: int) -> str:
@@ -935,10 +1097,12 @@ def _b(size: int) -> str:
 
 def _explain(report: Report) -> None:
     """Fills causes, actions and cannot_tell."""
+    report.itself = _itself(report)
     report.causes = list(_causes(report))
-    report.actions = list(
-        dict.fromkeys(action for cause in report.causes for action in _ACTIONS[cause.label](report))
-    )
+    labels = [cause.label for cause in report.causes]
+    if _full(report) and "capacity" in labels and "fragmentation" in labels:
+        labels.sort(key=lambda label: label == "fragmentation")  # what helps first, however it is called
+    report.actions = list(dict.fromkeys(action for label in labels for action in _ACTIONS[label](report)))
     report.cannot_tell = list(_open_questions(report))
 
 
@@ -999,15 +1163,16 @@ def _with_sizes(report: Report, request: int) -> Iterator[Cause]:
     own = _own(report)
     if free is None or own is None or within >= request:
         return  # not known, or there was room: then nothing below is the reason
-    if unallocated is not None and unallocated >= request and within + unallocated >= request * _MARGIN:
+    broken = unallocated is not None and unallocated >= request and within + unallocated >= request * _MARGIN
+    if broken and not _spilled(report):
         yield Cause(
             "fragmentation",
-            f"{_b(unallocated)} are reserved but in no tensor, and {_b(request)} were asked for: enough in "
-            "sum, but not in one piece",
+            f"{_b(unallocated or 0)} are reserved but in no tensor, and {_b(request)} were asked for: enough "
+            f"in sum, but not in one piece{_beside(report)}",
         )
     if free >= request:
         return  # only the limit was in the way: what else is on the card doesn't matter
-    holders = sorted(_holders(report, request, own, within), key=lambda pair: -pair[0])
+    holders = sorted(_holders(report, request, own, within, broken), key=lambda pair: -pair[0])
     yield from (cause for _, cause in holders)
 
 
@@ -1025,7 +1190,9 @@ def _cap(report: Report, request: int) -> Iterator[Cause]:
     yield Cause("memory_cap", f"this process may use {_b(allowed)}{card}{sums}")
 
 
-def _holders(report: Report, request: int, own: int, within: int) -> Iterator[tuple[int, Cause]]:
+def _holders(
+    report: Report, request: int, own: int, within: int, broken: bool
+) -> Iterator[tuple[int, Cause]]:
     """(bytes, cause) of what holds the memory that is missing, where that is enough to matter."""
     missing = request - (report.free or 0)
     largest = 0
@@ -1042,9 +1209,23 @@ def _holders(report: Report, request: int, own: int, within: int) -> Iterator[tu
         yield outside - _CONTEXT, Cause("outside_allocator", text)
     unallocated = report.unallocated
     held = report.cached_total if report.cached_total is not None else own
-    if within + (unallocated or 0) >= request or held < largest:
-        return
     reachable = within + (unallocated or 0)
+    if held < largest or (reachable >= request and not (broken and _full(report))):
+        return
+    if _spilled(report):
+        text = (
+            f"{_b(report.allocated or 0)} are in tensors, more than the card's {_b(report.total or 0)}: the "
+            f"driver has moved memory to the host (Windows and WSL do), and {_b(request)} more weren't found"
+        )
+        yield held, Cause("capacity", text)
+        return
+    if reachable >= request:
+        text = (
+            f"{_b(report.allocated or 0)} are in tensors and only {_b(unallocated or 0)} in the cache: in "
+            "one piece it would serve this request, but the card is full, and one of the next would fail"
+        )
+        yield held, Cause("capacity", text)
+        return
     parts = f"free {_b(within)}"
     if unallocated is not None:
         parts += f" + unallocated {_b(unallocated)} = {_b(reachable)}"
@@ -1105,7 +1286,8 @@ def _record(report: Report) -> Iterator[str]:
 
 def _against_fragmentation(report: Report) -> Iterator[str]:
     if option := allocator_option(report):
-        yield f"set {option} before torch is imported"
+        gain = f": cheap to try, but it wins at most {_b(report.unallocated or 0)}" if _full(report) else ""
+        yield f"set {option} before torch is imported{gain}"
     elif report.style in ("thc", "cached"):
         yield "this version has no allocator option: call torch.cuda.empty_cache() between phases"
     yield "avoid shapes that change from step to step: pad to a few lengths, drop a ragged last batch"
@@ -1117,6 +1299,11 @@ def _against_capacity(report: Report) -> Iterator[str]:
         "ask first whether it failed at the first step; if later, look for what grows: a loss kept with its "
         "graph, outputs appended to a list, retain_graph, evaluation without no_grad"
     )
+    if _spilled(report):
+        yield (
+            "to fail at once and not run slowly from the host's memory: on Windows, NVIDIA's setting 'CUDA - "
+            "Sysmem Fallback Policy', prefer none"
+        )
     yield "a smaller micro-batch, with accumulation so that the effective batch stays"
     yield "16-bit autocast, then activation checkpointing (every k-th block or selective before full)"
     old = report.style in ("thc", "cached", "reserved", "reserved_hint")
@@ -1128,8 +1315,8 @@ def _against_capacity(report: Report) -> Iterator[str]:
 
 def _against_others(report: Report) -> Iterator[str]:
     yield "run nvidia-smi on the host (in a container too) and see who holds the card"
-    if report.processes:
-        pids = ", ".join(str(pid) for pid, _ in report.processes)
+    if report.rivals:
+        pids = " or ".join(str(pid) for pid, _ in report.rivals)
         yield f"if process {pids} is a leftover of yours (a dead run's worker, a notebook), end it"
     yield "choose a free card with CUDA_VISIBLE_DEVICES, or wait; check that no two ranks share one"
 
@@ -1224,10 +1411,18 @@ def _open_questions(report: Report) -> Iterator[str]:
         yield "how much was asked for, held and free: torch.cuda.memory_summary() or a snapshot before it"
     yield "whether memory grew from step to step (a leak): a step counter; did it fail at the first or later?"
     if not report.phase:
-        yield "in which phase of the step it failed: the traceback above the message"
+        where = "the traceback's lines don't say" if report.where else "the traceback above the message"
+        yield f"in which phase of the step it failed: {where}"
     if report.requested is not None:
         yield "which tensors hold the memory: a snapshot; which one was asked for: `memlab oom --model NAME`"
-    if report.processes:
+    if report.itself is not None:
+        total = "" if report.total is None else f" (else they would sum to more than {_b(report.total)})"
+        known = " by the launcher's lines" if report.itself in report.own_pids else total
+        yield (
+            f"that process {report.itself} is this one: taken so here{known}; in a container the message "
+            "can't know itself. nvidia-smi on the host decides"
+        )
+    elif report.rivals:
         yield "whether the process it names is somebody else (in a container it can be this one): nvidia-smi"
     elif report.this_process is None and report.backend != "mps":
         yield "what other processes hold: nvidia-smi"

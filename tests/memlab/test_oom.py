@@ -435,6 +435,118 @@ def test_bracket_forms_have_causes_too() -> None:
     assert labels(mps) == ["memory_cap"]
 
 
+# --- what a message says of processes, and when that can't be true ------------------------------------------
+
+
+def nameless(*others: tuple[int, str], **sizes: str) -> str:
+    """As in a container: the process can't find its own number in the driver's list, so nothing is 'this'."""
+    named = "".join(f"Process {pid} has {size} memory in use. " for pid, size in others)
+    text = process(**sizes, others=named)
+    start = text.index("Including")
+    return text[:start] + text[text.index("Of the allocated") :]
+
+
+FULL_CARD = {"total": "79.10 GiB", "free": "1.04 GiB", "allocated": "75.20 GiB", "unallocated": "1.35 GiB"}
+
+
+def test_in_a_container_the_process_that_the_message_names_is_this_one() -> None:
+    report = read(nameless((81228, "78.05 GiB"), requested="2.50 GiB", **FULL_CARD)).first
+    assert [cause.label for cause in report.causes] == ["capacity"]
+    assert report.itself == 81228 and report.rivals == []
+    assert report.to_dict()["this_process"] is None and len(report.other_processes) == 1  # as printed
+    text = " ".join(str(report).split())
+    assert "named process 81228, which must be this one" in text and "container" in text
+    assert "end it" not in text
+    # three processes, of which one is this
+    report = read(
+        nameless(
+            (1, "3.86 GiB"), (2, "4.29 GiB"), (3, "31.20 GiB"), requested="1.02 GiB", total="39.38 GiB",
+            free="25.38 MiB", allocated="30.21 GiB", unallocated="500.12 MiB",
+        )
+    ).first  # fmt: skip
+    assert report.itself == 3 and [pid for pid, _ in report.rivals] == [1, 2]
+    assert [cause.label for cause in report.causes] == ["capacity", "other_process"]
+    assert "process 1 or 2" in " ".join(report.actions)
+
+
+def test_a_named_process_that_fits_beside_this_one_is_somebody_else() -> None:
+    report = read(
+        nameless((7, "12.40 GiB"), free="310.50 MiB", allocated="2.00 GiB", unallocated="100.00 MiB")
+    ).first
+    assert report.itself is None and report.causes[0].label == "other_process"
+    # both fit on this card: nothing in the numbers says which it is
+    report = read(nameless((81228, "78.05 GiB"), **FULL_CARD | {"total": "179.10 GiB"})).first
+    assert report.itself is None
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "E0501 12:00:00.123000 4711 torch/distributed/elastic/multiprocessing/api.py:833] failed "
+        "(exitcode: 1) local_rank: 2 (pid: 81228) of binary: /usr/bin/python",
+        "Root Cause (first observed failure):\n[0]:\n  time      : 2026-05-01_12:00:00\n  rank      : 2 "
+        "(local_rank: 2)\n  exitcode  : 1 (pid: 81228)\n  error_file: <N/A>",
+    ],
+)
+def test_torchruns_lines_say_which_process_is_the_rank(launcher: str) -> None:
+    message = nameless((81228, "78.05 GiB"), **FULL_CARD | {"total": "179.10 GiB"}).replace("GPU 0", "GPU 2")
+    assert read(f"{message}\n{launcher}\n").first.itself == 81228
+    another = launcher.replace("local_rank: 2", "local_rank: 1")
+    assert read(f"{message}\n{another}\n").first.itself is None
+
+
+def test_windows_sizes_that_are_none() -> None:
+    report = read(
+        process(
+            requested="32.00 MiB", total="8.00 GiB", free="0 bytes", this="17179869184.00 GiB",
+            allocated="12.15 GiB", unallocated="200.00 MiB",
+        )
+    ).first  # fmt: skip
+    assert [cause.label for cause in report.causes] == ["capacity"]
+    assert "more than the card's 8.00 GiB" in report.causes[0].why and "WSL" in report.causes[0].why
+    text = str(report)
+    assert "TiB" not in text and "NCCL" not in text and "Sysmem Fallback" in text
+    # the same for a process by number, and where all fits on the card
+    report = read(
+        process(
+            requested="1.50 GiB", total="8.00 GiB", free="0 bytes", this="17179869184.00 GiB",
+            allocated="7.15 GiB", unallocated="200.00 MiB",
+            others="Process 5 has 17179869184.00 GiB memory in use. ",
+        )
+    ).first  # fmt: skip
+    assert [cause.label for cause in report.causes] == ["capacity"] and "TiB" not in str(report)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        process(
+            requested="20.00 MiB", total="23.69 GiB", free="12.00 MiB", this="23.60 GiB",
+            allocated="23.10 GiB", unallocated="120.00 MiB",
+        ),
+        "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 23.69 GiB total capacity; 21.95 GiB already "
+        "allocated; 12.00 MiB free; 22.11 GiB reserved in total by PyTorch)",
+    ],
+)  # fmt: skip
+def test_a_full_card_is_no_matter_of_fragmentation_alone(message: str) -> None:
+    report = read(message).first
+    assert [cause.label for cause in report.causes] == ["fragmentation", "capacity"]
+    assert "the card is full" in report.causes[1].why
+    first = next(i for i, action in enumerate(report.actions) if "micro-batch" in action)
+    setting = [i for i, action in enumerate(report.actions) if action.startswith("set PYTORCH")]
+    assert all(first < i for i in setting)
+    assert all("wins at most" in report.actions[i] for i in setting)
+
+
+def test_the_old_form_shows_what_is_outside() -> None:
+    report = read(
+        "CUDA out of memory. Tried to allocate 1.50 GiB (GPU 0; 23.69 GiB total capacity; 21.95 GiB already "
+        "allocated; 12.00 MiB free; 22.11 GiB reserved in total by PyTorch)"
+    ).first
+    row = next(line for line in str(report).splitlines() if "outside or others" in line)
+    assert "1.57 GiB" in row
+
+
 def test_a_hint_alone_supports_no_cause() -> None:
     hint = HINT.format("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     assert [c.label for c in read(process() + hint).first.causes] == ["capacity"]
@@ -487,6 +599,58 @@ def test_nested_tracebacks_count_once() -> None:
     assert (found.first.where, found.first.phase) == ("/home/me/train.py:88 in main", "backward")
 
 
+FORWARD = """Traceback (most recent call last):
+  File "/home/me/train.py", line 188, in <module>
+    out = model(**batch)
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1501, in _call_impl
+    return forward_call(*args, **kwargs)
+  File "/venv/lib/python3.11/site-packages/transformers/models/llama/modeling_llama.py", line 824, in forward
+    logits = logits.float()
+             ^^^^^^^^^^^^^^
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: ", "2026-05-01 12:00:00,123 - ERROR - "])
+def test_the_traceback_gives_the_phase_and_the_deepest_frame(prefix: str) -> None:
+    def of(text: str) -> Report:
+        return read("".join(f"{prefix}{line}\n" for line in (text + process()).split("\n"))).first
+
+    report = of(FORWARD)
+    assert (report.phase, report.code) == ("forward", "out = model(**batch)")
+    assert report.deepest == "models/llama/modeling_llama.py:824 in forward: logits = logits.float()"
+    assert "logits = logits.float()" in " ".join(str(report).split())
+    # the source line alone
+    for line, phase in (("loss.backward()", "backward"), ("optimizer.step()", "optimizer"), ("go()", "")):
+        report = of(f'Traceback (most recent call last):\n  File "t.py", line 9, in <module>\n    {line}\n')
+        assert (report.where, report.code, report.phase, report.deepest) == (
+            "t.py:9 in <module>",
+            line,
+            phase,
+            "",
+        )
+        questions = " ".join(report.cannot_tell)
+        assert ("lines don't say" in questions) is (not phase) and "traceback above" not in questions
+    assert of(TRACEBACK).deepest == ""  # autograd's engine tells nothing
+
+
+def test_several_ranks_get_the_advice_once() -> None:
+    one = process(requested="20.00 MiB", total="23.69 GiB", this="23.60 GiB", allocated="23.55 GiB")
+    lines = [f"[rank{i}]: {one}".replace("GPU 0", f"GPU {i}").replace("310.50", f"1{i}.00") for i in range(4)]
+    text = str(read("\n".join(lines) + "\n"))
+    assert text.count("smaller micro-batch") == 1
+    assert [row.split()[1] for row in text.splitlines() if "MiB  " in row and "rank" in row] == [
+        "rank0", "rank1", "rank2", "rank3",
+    ]  # fmt: skip
+    # another cause is explained, with the advice that is new
+    other = process(this="3.00 GiB", allocated="2.40 GiB", others="Process 7 has 12.40 GiB memory in use. ")
+    text = str(read("\n".join([*lines, f"[rank4]: {other}"]) + "\n"))
+    assert "Another cause: line 5, rank4" in text and text.count("nvidia-smi on the host") == 1
+    assert max(map(len, text.splitlines())) <= 80
+    assert "and 1 more distinct message;" in str(
+        read("".join(process(free=f"{i}.00 MiB") for i in range(18)))
+    )
+
+
 def test_the_tensor_that_was_asked_for_is_named() -> None:
     config, recipe = model("gpt2"), Recipe(micro_batch=4, sequence=1024, precision="fp32")
     found = read(process(requested="786.00 MiB"))
@@ -513,7 +677,12 @@ def test_a_request_lies_in_the_range_that_its_print_gives(size: int) -> None:
 # --- size, speed, hostility ---------------------------------------------------------------------------------
 
 
-def test_a_log_of_50_mb_takes_less_than_3_seconds_of_processor_time() -> None:
+#: Seconds of this process alone. Linear work takes about one; under load, on slow cores, a few. Sought
+#: is quadratic work, which takes minutes; how long a log really takes is a benchmark's matter.
+LINEAR = 30
+
+
+def test_a_log_of_50_mb_is_read_to_its_end() -> None:
     line = (
         b"2026-05-01 12:00:00,123 - INFO - step %d loss 2.31 mem 31.2GiB 3 out of 10 memory tokens/s 12345\n"
     )
@@ -521,7 +690,7 @@ def test_a_log_of_50_mb_takes_less_than_3_seconds_of_processor_time() -> None:
     assert len(log) > 50_000_000
     begin = time.process_time()
     found = read(io.BytesIO(log))
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < LINEAR
     assert (found.first.line, found.first.rank) == (500_001, "rank3")
 
 
@@ -529,7 +698,7 @@ def test_a_log_full_of_messages_is_counted_to_its_end() -> None:
     many = "".join(process(free=f"{i // 100}.{i % 100:02} MiB") + "\n" for i in range(3000))
     begin = time.process_time()
     found = read(many)
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < LINEAR
     assert len(found) == oom.MOST_REPORTS
     assert found.unread == 2000
     assert "2000 more behind these" in str(found)
@@ -593,7 +762,7 @@ def test_repetition_takes_linear_time(unit: bytes) -> None:
     begin = time.process_time()
     with contextlib.suppress(NoMessageError):
         str(read(b"CUDA out of memory. Tried to allocate " + unit * (2 * MIB // len(unit))))
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < LINEAR
 
 
 def test_absurd_numbers() -> None:
