@@ -78,21 +78,33 @@ def export(
 def _said(course: Course, chapters: Sequence[str]) -> list[str]:
     """Whose points aren't what they seem."""
     said = []
+    unread: dict[str, list[str]] = {}
     for record in (r for r in course.records if r.chapter in chapters):
-        who = f"{record.student}, {record.chapter}"
         given = course.given(record)
         if record.status in (FAILED, TAMPERED):
-            said.append(f"left out: {who} is {record.status}: see reasons.csv")
+            said.append(f"left out: {record.student}, {record.chapter}: {record.status}, see reasons.csv")
         elif record.status == REVIEW:
-            said.append(f"look again: {who} needs review: see reasons.csv")
+            said.append(f"look again: {record.student}, {record.chapter}: needs review, see reasons.csv")
         if (
             record.status not in (FAILED, MISSING, TAMPERED)
             and given
             and given.written
             and given.points is None
         ):
-            said.append(f"incomplete: {who}: the written answer isn't graded yet")
+            unread.setdefault(record.chapter, []).append(record.student)
+    for chapter, students in unread.items():
+        names = ", ".join(students[:3]) + (", …" if len(students) > 3 else "")
+        said.append(
+            f"incomplete: {chapter}: written answers of {len(students)} students aren't graded ({names})"
+        )
     return said
+
+
+def maximum(course: Course, chapter: str) -> float:
+    """The most that a chapter can earn, in checks and in words."""
+    given = (course.given(record) for record in course.records if record.chapter == chapter)
+    written = (sum(answer.most for answer in each.written.values()) for each in given if each is not None)
+    return sum(exercise_points(chapter).values()) + max(written, default=0.0)
 
 
 def points(course: Course, record: Record) -> str:
@@ -107,8 +119,7 @@ def _nbgrader(course: Course, chapters: Sequence[str], to: Path) -> None:
         raw = total(record, given) if points(course, record) else None
         after = course.points_after(record)
         penalty = None if raw is None or after is None else round(raw - after, 6)
-        most = float(sum(exercise_points(record.chapter).values()))
-        most += sum(answer.most for answer in given.written.values()) if given else 0
+        most = maximum(course, record.chapter)
         policy = course.policies.get(record.chapter)
         rows.append(
             (record.chapter, shown(policy.deadline) if policy else "",
@@ -136,7 +147,8 @@ def _fill(
         target = (
             _canvas_column(names, chapter, column) if kind == "canvas" else _moodle_column(names, template)
         )
-        said += _other_maximum(rows, people, names, target, chapter, kind)
+        most = maximum(course, chapter)
+        said += _other_maximum(rows, people, names, target, most, kind)
         for record in (r for r in course.records if r.chapter == chapter):
             found = _find(listed, course.members[record.student])
             if len(found) != 1:
@@ -187,11 +199,10 @@ def _other_maximum(
     people: Sequence[Person | None],
     names: Sequence[str],
     target: str,
-    chapter: str,
+    most: float,
     kind: str,
 ) -> list[str]:
     """A line where the LMS reckons with another maximum than the chapter has."""
-    most = sum(exercise_points(chapter).values())
     if kind == "canvas":
         texts = [row[target] for row, person in zip(rows, people, strict=True) if person is None]
     else:
@@ -202,5 +213,5 @@ def _other_maximum(
         except ValueError:
             continue
         if there != most:
-            return [f"{target!r} has {there:g} points, {chapter} {most:g} and those by hand: not rescaled"]
+            return [f"{target!r} has {there:g} points there and {most:g} here: nothing was rescaled"]
     return []

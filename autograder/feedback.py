@@ -82,7 +82,7 @@ section h2 { margin: 0.8rem 0 0.4rem; font-size: 1.15rem; display: flex; gap: 1r
 section h2 { justify-content: space-between; }
 .points { white-space: nowrap; } .full { color: var(--good); } .short { color: var(--bad); }
 pre.code, blockquote.text { background: var(--panel); padding: 0.7rem 0.9rem; border-radius: 5px; }
-blockquote.text { white-space: pre-wrap; overflow-wrap: anywhere; color: var(--ink); }
+blockquote.text { white-space: pre-wrap; overflow-wrap: anywhere; color: var(--ink); max-width: none; }
 summary { cursor: pointer; color: var(--soft); font-size: 0.85rem; }
 """
 

@@ -151,7 +151,7 @@ def _short(message: str, width: int = 100) -> str:
 _CSS = """
 .bar { display: flex; height: 0.9rem; width: 14rem; border-radius: 3px; overflow: hidden; }
 .bar .full { background: #0072b2; } .bar .part { background: #56b4e9; } .bar .none { background: #d9c9a8; }
-td.number { text-align: right; } td .wrong { color: var(--soft); }
+td.number { text-align: right; white-space: nowrap; } td .wrong { color: var(--soft); }
 """
 
 
@@ -185,7 +185,8 @@ def _html_row(row: Row) -> str:
         if number
     )
     wrong = "".join(
-        f'<div>{len(w.students)} × {escape(w.message)} <span class="wrong">({_names(w.students)})</span></div>'
+        f"<div>{len(w.students)} × {escape(w.message)} "
+        f'<span class="wrong">({_names(w.students)})</span></div>'
         for w in row.wrong
     )
     return (
