@@ -47,7 +47,7 @@ class Value:
     ) -> None:
         self.shape, self.dtype, self.store, self.needs = shape, dtype, store, needs
         self.bytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        self.key = key or self  # whose gradient it is: a reshaped tensor has that of the original
+        self.key = key or object()  # whose gradient it is: a reshaped tensor has that of the original
 
 
 @dataclass(slots=True, eq=False)

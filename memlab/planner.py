@@ -48,7 +48,7 @@ from memlab.models import ConvConfig, TransformerConfig
 from memlab.operations import Program
 from memlab.recipe import MIN_8BIT, Recipe, RecipeError
 from memlab.units import CONSUMERS, DTYPE_BYTES, GB, PHASES, format_count, format_gb
-from memlab.walk import Walk
+from memlab.walk import Holding, Walk
 
 __all__ = [
     "Assumptions",
@@ -474,6 +474,16 @@ class _Bytes:
         return self.totals[self.peak_phase]
 
 
+@dataclass(frozen=True, slots=True)
+class _Walked:
+    """What is kept of a `Walk`: its operations would fill the memory."""
+
+    peaks: Mapping[str, Mapping[str, int]]
+    moments: Mapping[str, str]
+    activations: int  # their own largest
+    host: Mapping[str, int]
+
+
 def engine_terms(config: Config, recipe: Recipe, gpu: GPU) -> list[EngineTerm]:
     """What PyTorch's engine for this recipe (`sharded`) holds beside the tensors of `footprint`.
 
@@ -481,11 +491,11 @@ def engine_terms(config: Config, recipe: Recipe, gpu: GPU) -> list[EngineTerm]:
     """
     walk = Walk(config, recipe.resolve(config), "cuda")
     walk.run()
-    return _terms(recipe, _Sizes.of(walk), walk.peaks, gpu)
+    return _terms(recipe, walk.holding, walk.peaks, gpu)
 
 
 def _terms(
-    recipe: Recipe, sizes: _Sizes, rows: Mapping[str, Mapping[str, int]], gpu: GPU
+    recipe: Recipe, sizes: Holding, rows: Mapping[str, Mapping[str, int]], gpu: GPU
 ) -> list[EngineTerm]:
     found = [
         EngineTerm(
@@ -494,8 +504,8 @@ def _terms(
             "two threads that multiply matrices, one each (ATen/cuda/CublasHandlePool.cpp)",
         )
     ]
-    counts, n = sizes.trained, recipe.data_parallel
-    shard = sum(-(-count // n) for count in counts)
+    counts, n = sizes.trained_counts, recipe.data_parallel
+    shard = sizes.shared_by(n)
     if recipe.zero_stage == 1:
         states = rows["optimizer"]["optimizer_states"]
         uneven = states * _fullest(counts, n) // max(shard, 1) - states
@@ -547,23 +557,6 @@ def _fullest(counts: Sequence[int], ranks: int) -> int:
 
 
 # -- the work of a micro-batch ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Values of each trained parameter; all weights' values and bytes, frozen ones included."""
-
-    trained: list[int]
-    values: int
-    bytes: int
-
-    @classmethod
-    def of(cls, walk: Walk) -> _Sizes:
-        return cls(
-            [spec.count for spec in walk.specs],
-            sum(weight.count for weight in walk.held),
-            sum(weight.bytes for weight in walk.held),
-        )
 
 
 @dataclass(frozen=True)
@@ -757,9 +750,9 @@ class _Planner:
             micro = math.gcd(start.micro_batch, share) if start.micro_batch <= share else share
             start = start.replace(micro_batch=micro, accumulation=share // micro)
         self.start = start.resolve(config, card)
-        self._walks: dict[Recipe, Walk] = {}
+        self._walks: dict[Recipe, _Walked] = {}
         self._works: dict[tuple[Any, ...], _Work] = {}
-        self._shares: dict[tuple[Any, ...], _Sizes] = {}
+        self._updates: dict[Recipe, dict[str, int]] = {}
         self._leaving: dict[tuple[Any, ...], int] = {}
         self._activations: dict[tuple[Any, ...], int] = {}
         self._blocks: int | None = None
@@ -794,33 +787,35 @@ class _Planner:
         )  # fmt: skip
         walk = self._walk(key)
         update = self._updating(recipe)
-        states = update.peaks["optimizer"]["optimizer_states"]
+        states = update["optimizer_states"]
         own = walk.peaks["optimizer"]["optimizer_states"]
         rows = {phase: dict(walk.peaks[phase]) for phase in PHASES}
         for row in rows.values():
             row["optimizer_states"] += states - own
-        rows["optimizer"]["temporaries"] = update.peaks["optimizer"]["temporaries"]
-        for term in _terms(recipe, _Sizes.of(walk), rows, self.card):
+        rows["optimizer"]["temporaries"] = update["temporaries"]
+        for term in _terms(recipe, self._sizes(recipe), rows, self.card):
             for phase, size in term.bytes.items():
                 rows[phase]["temporaries"] += size
         return _Bytes(rows, walk.moments)
 
-    def _updating(self, recipe: Recipe) -> Walk:
-        """The same states and update, with a forward as small as can be."""
-        return self._walk(
-            recipe.replace(
-                micro_batch=1 if self.transformer else 2, accumulation=1, checkpointing="none",
-                attention="sdpa", dropout=0.0, sequence=1 if self.transformer else None,
-                offload=tuple(item for item in recipe.offload if not item.startswith("activations")),
-            )
+    def _updating(self, recipe: Recipe) -> dict[str, int]:
+        """States and update, whatever the forward is."""
+        key = recipe.replace(
+            micro_batch=1, accumulation=1, checkpointing="none", attention="sdpa", dropout=0.0, sequence=None,
+            image=None, offload=tuple(item for item in recipe.offload if not item.startswith("activations")),
         )  # fmt: skip
+        if key not in self._updates:
+            self._updates[key] = Walk(self.config, key, "cuda").update()
+        return self._updates[key]
 
-    def _walk(self, recipe: Recipe) -> Walk:
-        walk = self._walks.get(recipe)
-        if walk is None:
-            walk = self._walks[recipe] = Walk(self.config, recipe.resolve(self.config), "cuda")
+    def _walk(self, recipe: Recipe) -> _Walked:
+        found = self._walks.get(recipe)
+        if found is None:
+            walk = Walk(self.config, recipe.resolve(self.config), "cuda")
             walk.run()
-        return walk
+            found = _Walked(walk.peaks, walk.moments, walk.largest["activations"], walk.host)
+            self._walks[recipe] = found
+        return found
 
     # cost
 
@@ -884,23 +879,13 @@ class _Planner:
         """GPUs of one machine."""
         return min(self.count, self.assumptions.gpus_per_node)
 
-    def _sizes(self, recipe: Recipe) -> _Sizes:
-        """Of the weights on one rank, before ZeRO shards them."""
-        r = recipe
-        key = (r.tensor_parallel, r.precision, r.lora_rank, r.lora_targets, r.base_weights, r.zero_stage >= 2)
-        if key not in self._shares:
-            plain = r.replace(optimizer="sgd", optimizer_impl="foreach", offload=())
-            walk = self._updating(plain)
-            self._shares[key] = _Sizes.of(walk)
-        return self._shares[key]
-
-    def _counts(self, recipe: Recipe) -> list[int]:
-        """Values of each trained parameter on a tensor-parallel rank."""
-        return self._sizes(recipe).trained
+    def _sizes(self, recipe: Recipe) -> Holding:
+        """The weights on one rank, before ZeRO shards them."""
+        return Holding.of(self.config, recipe)
 
     def _values(self, recipe: Recipe) -> int:
         """Values that one GPU updates."""
-        whole = sum(self._counts(recipe))
+        whole = self._sizes(recipe).shared_by(1)
         return -(-whole // recipe.data_parallel) if recipe.zero_stage >= 1 else whole
 
     def _data_parallel(self, r: Recipe, send: Any) -> None:
@@ -909,7 +894,7 @@ class _Planner:
             return
         a = self.assumptions
         sizes = self._sizes(r)
-        values = sum(sizes.trained)
+        values = sizes.shared_by(1)
         link = a.intra_link if self.count <= a.gpus_per_node else a.inter_link
         once = (n - 1) / n
         compute, stored, graded = (
@@ -933,7 +918,7 @@ class _Planner:
             size = (values * (2 * stored + graded) + 2 * held) * _UPDATE_PASSES[r.optimizer_impl]
             step["update"] = size / self.card.bandwidth
             if r.optimizer_impl == "for-loop":
-                step["update"] += len(self._counts(r)) * _LOOP_KERNELS * a.launch
+                step["update"] += len(self._sizes(r).trained) * _LOOP_KERNELS * a.launch
             return
         if parameters:
             send("offload", values * (2 * stored + graded), a.host_link, 1)
@@ -1269,7 +1254,7 @@ class _Planner:
 
     def _least(self, recipe: Recipe) -> int:
         """Bytes that no micro-batch gets below: what one GPU keeps when the update begins."""
-        whole = sum(self._counts(recipe))
+        whole = self._sizes(recipe).shared_by(1)
         kept = self._graded(recipe)
         if not recipe.offloaded("optimizer_states"):
             each = sum(t.bytes for t in recipe.state_tensors((2**20,))) / 2**20
@@ -1283,7 +1268,7 @@ class _Planner:
         """Of them, gradients: the only ones that needn't be there when activations are at their largest."""
         if recipe.offloaded("gradients") or recipe.offloaded("parameters"):
             return 0
-        whole = sum(self._counts(recipe))
+        whole = self._sizes(recipe).shared_by(1)
         shard = whole // recipe.data_parallel if recipe.zero_stage >= 2 else whole
         return DTYPE_BYTES[recipe.gradient_dtype] * shard
 
@@ -1300,14 +1285,14 @@ class _Planner:
                 optimizer="sgd", optimizer_impl="foreach", offload=(),
                 precision="bf16" if r.precision == "bf16-master" else r.precision,
             )  # fmt: skip
-            self._activations[key] = self._walk(plain).largest["activations"] // micro
+            self._activations[key] = self._walk(plain).activations // micro
         return self._activations[key]
 
     def _nearest(self, families: Sequence[_Family]) -> Candidate | None:
         """Where nothing fits: the smallest peak among those that could be smallest."""
         small = [f for f in families if f.recipe.checkpointing not in ("none", "selective")]
         held = {(*f.way, f.recipe.optimizer_impl): f.recipe for f in small}
-        order = sorted(held, key=lambda key: sum(self._updating(held[key]).peaks["optimizer"].values()))[:6]
+        order = sorted(held, key=lambda key: sum(self._updating(held[key]).values()))[:6]
         tried = [
             (self.bytes(self._at(f, sizes[0])).peak, k, f, sizes[0])
             for k, f in enumerate(small)
@@ -1505,7 +1490,7 @@ class _Planner:
         rows = self.bytes(recipe)
         full = footprint(self.config, recipe, self.card)
         at = rows.phases[rows.peak_phase]
-        own = self._updating(recipe).peaks["optimizer"]
+        own = self._updating(recipe)
         states = sum(own[name] for name in ("parameters", "gradients", "optimizer_states"))
         if states > self.usable:
             return "states", (

@@ -57,6 +57,7 @@ import textwrap
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -471,40 +472,17 @@ class Recipe:
 
     def adapts(self, layer: str) -> bool:
         """Does the linear layer of this name ('blocks.0.attn.query', or without the block) get an adapter?"""
-        if self.lora_rank is None or layer == "head":
-            return False
-        chosen = self.lora_targets
-        targets = LORA_TARGETS[chosen] if isinstance(chosen, str) else chosen
-        return not targets or any(f".{layer}".endswith(f".{target}") for target in targets)
+        return self.lora_rank is not None and _targeted(layer, self.lora_targets)
 
     def weights(self, config: TransformerConfig | ConvConfig) -> tuple[Weight, ...]:
         """The model's parameters as this recipe holds them, in the module's order: whole, packed, adapters.
 
         The scales and levels of 4-bit weights follow their weight.
         """
-        dtype, rank = self.parameter_dtype, self.lora_rank
-        if rank is None:
-            return tuple(Weight(p.name, p.shape, dtype, True) for p in config.parameters())
-        found: list[Weight] = []
-        waiting: list[Weight] = []  # an adapter stands after its layer's bias
-        for p in config.parameters():
-            layer, _, kind = p.name.rpartition(".")
-            if kind == "weight":
-                found += waiting
-                waiting = []
-            if layer in config.linear_layers and kind == "weight":
-                if self.quantized:
-                    packed = nf4_tensors(p.shape, self.base_weights == "nf4-double")
-                    found += [Weight(f"{layer}.{t.name}", t.shape, t.dtype, False) for t in packed]
-                else:
-                    found.append(Weight(p.name, p.shape, dtype, False))
-                if self.adapts(layer):
-                    out, inside = p.shape
-                    for name, shape in (("lora_A", (rank, inside)), ("lora_B", (out, rank))):
-                        waiting.append(Weight(f"{layer}.{name}.weight", shape, self.adapter_dtype, True))
-            else:
-                found.append(Weight(p.name, p.shape, dtype, False))
-        return (*found, *waiting)
+        return _weights(
+            config, self.parameter_dtype, self.adapter_dtype, self.lora_rank, self.lora_targets,
+            self.base_weights,
+        )  # fmt: skip
 
     # -- against a model and a card --------------------------------------------------------------------
 
@@ -673,7 +651,7 @@ class Recipe:
 
         An `optimizer_impl` that was only the old optimizer's default follows a new optimizer.
         """
-        values = self.to_dict() | changes
+        values = vars(self) | changes
         if (
             "optimizer" in changes
             and "optimizer_impl" not in changes
@@ -712,3 +690,44 @@ class Recipe:
             raise RecipeError(f"{path}: not valid TOML: {error}") from None
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from None
+
+
+def _targeted(layer: str, chosen: tuple[str, ...] | str) -> bool:
+    if layer == "head":
+        return False
+    targets = LORA_TARGETS[chosen] if isinstance(chosen, str) else chosen
+    return not targets or any(f".{layer}".endswith(f".{target}") for target in targets)
+
+
+@lru_cache(maxsize=256)
+def _weights(
+    config: TransformerConfig | ConvConfig,
+    dtype: str,
+    adapter_dtype: str,
+    rank: int | None,
+    targets: tuple[str, ...] | str,
+    base: str,
+) -> tuple[Weight, ...]:
+    """`Recipe.weights`, once for all recipes that hold them alike: a search asks thousands of times."""
+    if rank is None:
+        return tuple(Weight(p.name, p.shape, dtype, True) for p in config.parameters())
+    found: list[Weight] = []
+    waiting: list[Weight] = []  # an adapter stands after its layer's bias
+    for p in config.parameters():
+        layer, _, kind = p.name.rpartition(".")
+        if kind == "weight":
+            found += waiting
+            waiting = []
+        if layer in config.linear_layers and kind == "weight":
+            if base != "full":
+                packed = nf4_tensors(p.shape, base == "nf4-double")
+                found += [Weight(f"{layer}.{t.name}", t.shape, t.dtype, False) for t in packed]
+            else:
+                found.append(Weight(p.name, p.shape, dtype, False))
+            if _targeted(layer, targets):
+                out, inside = p.shape
+                for name, shape in (("lora_A", (rank, inside)), ("lora_B", (out, rank))):
+                    waiting.append(Weight(f"{layer}.{name}.weight", shape, adapter_dtype, True))
+        else:
+            found.append(Weight(p.name, p.shape, dtype, False))
+    return (*found, *waiting)

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -54,14 +55,67 @@ class Gradient:
     refs: int = 1
 
 
+@dataclass(frozen=True)
+class Holding:
+    """The weights on one rank before ZeRO shards them, in the module's order, and how many of each kind.
+
+    kinds: (a weight, how many have its shape and dtype and are trained as it is).
+    """
+
+    all: tuple[Weight, ...]
+    trained: tuple[Weight, ...]
+    kinds: tuple[tuple[Weight, int], ...]
+
+    @staticmethod
+    def of(config: TransformerConfig | ConvConfig, recipe: Recipe) -> Holding:
+        r = recipe
+        kept = r.parameter_dtype, r.adapter_dtype, r.lora_rank, r.lora_targets, r.base_weights
+        key = (config, r.tensor_parallel, *kept)
+        if key not in _HOLDINGS:
+            if len(_HOLDINGS) >= 64:
+                _HOLDINGS.clear()
+            held = tuple(_on_rank(weight, r.tensor_parallel) for weight in r.weights(config))
+            kinds: dict[tuple[Any, ...], list[Weight]] = {}
+            for weight in held:
+                kinds.setdefault((weight.shape, weight.dtype, weight.trained), []).append(weight)
+            _HOLDINGS[key] = Holding(
+                held, tuple(w for w in held if w.trained), tuple((w[0], len(w)) for w in kinds.values())
+            )
+        return _HOLDINGS[key]
+
+    @cached_property
+    def trained_counts(self) -> tuple[int, ...]:
+        return tuple(weight.count for weight in self.trained)
+
+    def shared_by(self, ranks: int) -> int:
+        """Trained values on one of `ranks` that divide each weight."""
+        return sum(n * -(-kind.count // ranks) for kind, n in self.kinds if kind.trained)
+
+    @cached_property
+    def values(self) -> int:
+        """Of all weights, frozen ones included."""
+        return sum(n * kind.count for kind, n in self.kinds)
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(n * kind.bytes for kind, n in self.kinds)
+
+
+_HOLDINGS: dict[tuple[Any, ...], Holding] = {}
+
+
+@lru_cache(maxsize=64)
+def _buffers(config: TransformerConfig | ConvConfig) -> int:
+    return sum(buffer.bytes for buffer in config.buffers())
+
+
 class Walk:
     """Counts what is alive, operation by operation, and keeps the largest moment of each phase."""
 
     def __init__(self, config: TransformerConfig | ConvConfig, recipe: Recipe, device: str) -> None:
         self.config, self.recipe, self.device = config, recipe, device
-        self.program = Program(config, recipe, device)
-        self.held = [_on_rank(weight, recipe.tensor_parallel) for weight in recipe.weights(config)]
-        self.specs = [weight for weight in self.held if weight.trained]
+        self.holding = Holding.of(config, recipe)
+        self.held, self.specs = self.holding.all, self.holding.trained
         self.live = dict.fromkeys(CONSUMERS, 0)
         self.largest = dict.fromkeys(CONSUMERS, 0)
         self.total = 0
@@ -71,10 +125,9 @@ class Walk:
         self.moments: dict[str, str] = {}
         self.host: dict[str, int] = {}
 
-        units = self.program.units
         self.saved: list[tuple[Store, int]] = []  # what the forward leaves, and how often
-        self.extra = [0] * len(units)  # activations of the equal units that a unit stands for
-        self.moved = [0] * len(units)  # activations of a unit that wait outside the GPU
+        self.extra: list[int] = []  # activations of the equal units that a unit stands for
+        self.moved: list[int] = []  # activations of a unit that wait outside the GPU
         self.root = 0  # whole weights outside the blocks, where weights are streamed
         self.cached: list[Store] = []  # autocast's copies of the weights, and those of the equal units
         self.cached_extra = 0
@@ -94,10 +147,10 @@ class Walk:
     # what is alive
 
     def take(self, consumer: str, size: int) -> None:
-        self.live[consumer] += size
+        live = self.live[consumer] = self.live[consumer] + size
         self.total += size
-        if self.live[consumer] > self.largest[consumer]:
-            self.largest[consumer] = self.live[consumer]
+        if live > self.largest[consumer]:
+            self.largest[consumer] = live
         if self.total > self.tops[self.phase]:
             self._note()
 
@@ -106,8 +159,9 @@ class Walk:
         self.total -= size
 
     def briefly(self, size: int) -> None:
-        self.take("temporaries", size)
-        self.give("temporaries", size)
+        if size:
+            self.take("temporaries", size)
+            self.give("temporaries", size)
 
     def hold(self, store: Store, consumer: str) -> None:
         store.consumer = consumer
@@ -131,7 +185,14 @@ class Walk:
     # the step
 
     def run(self) -> None:
+        """The whole step."""
+        self.program = Program(self.config, self.recipe, self.device)
+        self.extra = [0] * len(self.program.units)
+        self.moved = [0] * len(self.program.units)
         self._settle()
+        for store in self.program.batch:
+            store.refs = 2  # for the script, and as the first unit's input
+            self.hold(store, "activations")
         turns = min(self.recipe.accumulation, 2)  # the third micro-batch is like the second
         variables = self.program.variables
         for turn in range(turns):
@@ -141,34 +202,50 @@ class Walk:
             if turn < turns - 1:
                 for variable in variables:
                     self.release(variable)
+        self._step()
+        self.peaks.pop("")
+        self.moments.pop("")
+
+    def update(self) -> dict[str, int]:
+        """The update's largest moment alone, {consumer: bytes}, without the batch, logits and loss."""
+        self._settle()
+        if not self.have_gradients and not self.recipe.offloaded("gradients"):
+            self.take("gradients", self._gradients())
+        self._step()
+        return self.peaks.get("optimizer", self.live)  # nothing at all: everything is offloaded
+
+    def _step(self) -> None:
         self._begin("optimizer")
         self.now = "the update"
         if not self.recipe.offloaded("optimizer_states"):
             self.briefly(sum(t.bytes for t in self._update()))
-        self.peaks.pop("")
-        self.moments.pop("")
+
+    def _gradients(self) -> int:
+        each = sum(n * self._share(kind.count, 2) for kind, n in self.holding.kinds if kind.trained)
+        return each * self.gradient_size
 
     def _settle(self) -> None:
         """What stays through the whole step."""
+        kinds = self.holding.kinds
         for what, size in (
-            ("parameters", sum(self._share(w.count, 3) * DTYPE_BYTES[w.dtype] for w in self.held)),
-            ("optimizer_states", sum(t.bytes for spec in self.specs for t in self._states(spec))),
+            ("parameters", sum(n * self._share(w.count, 3) * DTYPE_BYTES[w.dtype] for w, n in kinds)),
+            (
+                "optimizer_states",
+                sum(n * t.bytes for kind, n in kinds if kind.trained for t in self._states(kind)),
+            ),
         ):
             if self.recipe.offloaded(what):
                 self.host[what] = size
             else:
                 self.take(what, size)
-        self.take("parameters", sum(b.bytes for b in self.config.buffers()))
-        gradients = sum(self._share(spec.count, 2) for spec in self.specs) * self.gradient_size
+        self.take("parameters", _buffers(self.config))
+        gradients = self._gradients()
         if self.recipe.buckets:
             self.take("gradients", gradients)
         if self.recipe.offloaded("gradients"):
             self.host["gradients"] = gradients
         elif self.have_gradients:
             self.take("gradients", gradients)
-        for store in self.program.batch:
-            store.refs = 2  # for the script, and as the first unit's input
-            self.hold(store, "activations")
 
     def _share(self, count: int, stage: int) -> int:
         """Values of one tensor that a GPU keeps, if ZeRO shards its kind from `stage` on."""
@@ -503,34 +580,36 @@ class Walk:
     def _update(self) -> list[Tensor]:
         """The temporaries of `optimizer.step()` at its worst moment."""
         r = self.recipe
-        shapes = [self._shard(spec) for spec in self.specs]
-        counts = [math.prod(shape) for shape in shapes]
+        kinds = [(self._shard(kind), n) for kind, n in self.holding.kinds if kind.trained]
+        values = sum(n * math.prod(shape) for shape, n in kinds)
         found = []
 
-        def add(name: str, values: int, why: str, dtype: str = r.state_dtype) -> None:
-            if values:
-                found.append(Tensor(name, "temporaries", (values,), dtype, 1, ("optimizer",), why))
+        def add(name: str, count: int, why: str, dtype: str = r.state_dtype) -> None:
+            if count:
+                found.append(Tensor(name, "temporaries", (count,), dtype, 1, ("optimizer",), why))
 
         if r.master_dtype:
             add(
                 "fp32 gradients",
-                sum(counts),
+                values,
                 "the optimizer works on master weights: all gradients are cast at once",
             )
         if r.optimizer in ("adam", "adamw"):
             name, why = "sqrt(exp_avg_sq)", "the denominator of the update"
             if r.optimizer_impl == "foreach":
-                add(name, sum(counts), f"{why}, of all parameters at once")
+                add(name, values, f"{why}, of all parameters at once")
             elif r.optimizer_impl == "for-loop":
-                worst = max(before + 2 * now for before, now in pairwise((0, *counts)))
+                counts = (0, *(math.prod(self._shard(spec)) for spec in self.specs))
+                worst = max(before + 2 * now for before, now in pairwise(counts))
                 add(name, worst, f"{why}: the last parameter's, this one's and its square root")
         elif r.optimizer == "adafactor":
             name = "variance estimate"
             if r.optimizer_impl == "foreach":
-                add(name, sum(counts), "row times column statistics, of all parameters at once")
+                add(name, values, "row times column statistics, of all parameters at once")
             else:
                 worst = means = before = 0
-                for now, shape in zip(counts, shapes, strict=True):
+                for shape in map(self._shard, self.specs):
+                    now = math.prod(shape)
                     if len(shape) > 1:
                         means = now // shape[-1] + now // shape[-2]
                     worst = max(worst, before + means + now * (1 if len(shape) > 1 else 2))
@@ -538,7 +617,8 @@ class Walk:
                 why = "row times column statistics (the last parameter, this one), and means"
                 add(name, worst, why)
         elif r.optimizer == "adamw-8bit":
-            large = max((n for n in counts if n >= MIN_8BIT), default=0)
+            sizes = [math.prod(shape) for shape, _ in kinds]
+            large = max((n for n in sizes if n >= MIN_8BIT), default=0)
             blocks = -(-large // BLOCK_8BIT) * BLOCK_8BIT
             why = "the largest parameter's moments in fp32 and its update"
             add("exp_avg, exp_avg_sq, update", 3 * blocks, why, "fp32")
