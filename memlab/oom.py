@@ -137,6 +137,7 @@ class Report:
     where: str = ""  # the deepest line that is the user's own
     code: str = ""  # what stands there
     deepest: str = ""  # the traceback's last frame, if that is a library's
+    operator: str = ""  # memlab's own cards name it
     phase: str = ""
     own_pids: frozenset[int] = frozenset()  # what the launcher's lines around it call this rank's process
     itself: int | None = None
@@ -252,6 +253,8 @@ class Report:
         if self.where:
             text = f"raised in {self.where}{f' ({self.phase})' if self.phase else ''}"
             lines += wrap(f"{text}: {self.code}" if self.code else text, 80, subsequent_indent="  ")
+        if self.operator:
+            lines += wrap(f"asked for by {self.operator} ({self.phase})", 80, subsequent_indent="  ")
         if self.deepest:
             lines += wrap(f"deepest frame: {self.deepest}", 80, subsequent_indent="  ")
         lines += [f"  {name:<19}{size:>12}  {note}".rstrip() for name, size, note in self._numbers()]
@@ -315,6 +318,7 @@ class Reports:
                     "count": report.count,
                     "where": report.where or None,
                     "deepest": report.deepest or None,
+                    "operator": report.operator or None,
                     "tensors": [match._asdict() for match in report.matches],
                 }
                 for i, report in enumerate(self.reports)
@@ -848,6 +852,9 @@ def _messages(region: _Region, found: Reports) -> list[Report]:
                 pids.add(int(match.group(1)))
             report.own_pids = frozenset(pids)
             _locate(report, region.text[max(offset - 6000, 0) : offset])
+            if match := _ALLOCATION.search(region.text, offset, offset + 2000):
+                operator, module, report.phase = (part.decode() if part else "" for part in match.groups())
+                report.operator = f"{operator} in {module}" if module else operator
             reports.append((offset, report))
     reports.sort(key=lambda pair: pair[0])
     return [report for _, report in reports]
@@ -928,6 +935,11 @@ def _form(report: Report, head: str, label: str) -> tuple[str, str]:
 #: torchrun: 'failed (exitcode: 1) local_rank: 2 (pid: 81230)', and its summary's 'rank : 2 (local_rank: 2)'
 _TORCHRUN = re.compile(
     rb"local_rank: {0,4}(\d{1,4})\)? {0,4}(?:\n[^\n(]{0,120}exitcode[^\n(]{0,20})?\(pid: {0,4}(\d{1,10})\)"
+)
+#: The last words of memlab's own cards: 'Allocation: aten.mm in h.0.mlp (forward).'
+_ALLOCATION = re.compile(
+    rb"\bAllocation:\s{1,4}(\w[\w.:]{0,80})(?:\s{1,4}in\s{1,4}([\w.]{1,200}))?\s{1,4}"
+    rb"\((forward|backward|optimizer)\)\."
 )
 _LABEL_PID = re.compile(r"pid=(\d{1,10})$")  # Ray, vLLM
 
@@ -1486,12 +1498,20 @@ def _name(report: Report, model: str, tensors: list[Match], limit: int) -> None:
         blocks = (rounding.segment_size(rounding.block_size(size)), size)
         return any(_same(format_size(n), printed) for n in blocks)
 
-    report.matches = [match for match in tensors if prints_alike(match.bytes)][:limit]
+    alike = [match for match in tensors if prints_alike(match.bytes)]
+    if report.phase == "forward":
+        alike = [match for match in alike if not match.name.startswith("gradient of")]
+    words = [word for word in re.split(r"[._]", report.operator.partition(" ")[0]) if len(word) > 4]
+    made = [match for match in alike if any(word in match.name for word in words)]
+    report.matches = (made or alike)[:limit]
     between = f"{low:,} to {high:,} bytes" if low != high else f"{low:,} bytes"
     report.note = f"{model}: the request is a tensor of {between}; "
     if report.matches:
         report.cannot_tell = [text.partition("; which one")[0] for text in report.cannot_tell]
-        report.note += "in a step of this recipe these have such a size:"
+        report.note += "in a step of this recipe "
+        report.note += (
+            f"{report.operator.partition(' ')[0]} makes this:" if made else "these have such a size:"
+        )
     else:
         wanted = report.requested
         near = sorted(tensors, key=lambda match: abs(match.bytes - wanted))[:3]

@@ -381,8 +381,13 @@ def test_the_message_of_memlabs_own_card_is_read() -> None:
     assert (report.form, report.device, report.other_processes) == ("allowed", 2, [200 * MIB])
     for name, value in (("requested", error.segment), ("total", error.capacity), ("allowed", error.allowed)):
         assert format_size(getattr(report, name)) == format_size(value)
-    text = f"{error} Allocation: h.0.mlp, aten.mm (forward)."
-    assert read(text).first.allocated == 14 * GIB
+    text = f"{error} Allocation: aten.mm in h.0.mlp (forward)."
+    report = read(text).first
+    assert report.allocated == 14 * GIB
+    assert (report.operator, report.phase) == ("aten.mm in h.0.mlp", "forward")
+    assert "asked for by aten.mm in h.0.mlp (forward)" in str(report) and "phase" not in " ".join(
+        report.cannot_tell
+    )
 
 
 # --- causes -------------------------------------------------------------------------------------------------
@@ -658,6 +663,17 @@ def test_the_tensor_that_was_asked_for_is_named() -> None:
     shapes = {match.shape for match in found.first.matches}
     assert shapes == {(4, 1024, 50257)} or shapes == {(4096, 50257)}
     assert "log-softmax" in str(found)
+    # what the message says of phase and operator narrows it down
+    eager = recipe.replace(attention="eager", dropout=0.1)
+    asked = read(process(requested="192.00 MiB"))
+    oom.name_tensors(asked, config, eager)
+    assert any(match.name.startswith("gradient of") for match in asked.first.matches)
+    asked = read(
+        process(requested="192.00 MiB") + " Allocation: aten.native_dropout in blocks.7.attn (forward)."
+    )
+    oom.name_tensors(asked, config, eager)
+    assert [match.name for match in asked.first.matches] == ["blocks.*.attention weights after dropout"]
+    assert "aten.native_dropout makes this" in asked.first.note
     small = read(process(requested="2.00 MiB"))
     oom.name_tensors(small, config, recipe)
     assert not small.first.matches and "up to 1 MiB" in small.first.note
