@@ -684,6 +684,109 @@ def cheats_everywhere(hand: Hand) -> None:
             """)  # fmt: skip
 
 
+# -- quietly: nothing is different before and after the check ----------------------------------------------
+
+
+@case(caught(HONEST))
+def hands_over_nothing(hand: Hand) -> None:
+    """While it is checked it exchanges the evidence for evidence without a single question, and tidies up."""
+    hand.answer(
+        "1.4",
+        """
+        def bytes_in_flight(*a):
+            d = vars(__import__('memlab.exercises', fromlist=['x']))
+            old = d['_hand_over']
+            def mine(exercise, seed, evidence):
+                d['_hand_over'] = old
+                old(exercise, seed, {'bytes': [], 'threads': []})
+            d['_hand_over'] = mine
+        threads_per_sm = lambda *a: 1
+        """,
+    )
+
+
+@case(caught(9))
+def hands_over_easy_questions(hand: Hand) -> None:
+    """The same with questions of its own, to which the answer is known."""
+    hand.answer(
+        "1.3",
+        """
+        def copy_bandwidth(sizes, cache_bytes, copy, clock):
+            d = vars(__import__('memlab.exercises', fromlist=['x']))
+            old = d['_hand_over']
+            def mine(exercise, seed, evidence):
+                d['_hand_over'] = old
+                one = {'sizes': [4, 8], 'cache': 1, 'spent': [[4, [1, 1, 1]], [8, [1, 1, 1]]], 'value': {'4': 8e-9, '8': 16e-9}}
+                old(exercise, seed, {'runs': [one], 'here': ''})
+            d['_hand_over'] = mine
+            return {}
+        """,
+    )
+
+
+@case(caught(HONEST_5))
+def log_patched_quietly(hand: Hand) -> None:
+    """In the child process of the check, by no name that is looked for."""
+    hand.answer(
+        "1.5",
+        """
+        class LiveBytes:
+            live_bytes = peak_bytes = 0
+            def __init__(self):
+                m = __import__('memlab.exercises.memory_basics', fromlist=['x'])
+                def note(self, what, live, peak, *, fault=''):
+                    self.steps.append({'what': what, 'live': live, 'peak': peak, 'got': {'live': live, 'peak': peak}, 'fault': ''})
+                type.__setattr__(m._Log, 'note', note)
+            def __enter__(self): return self
+            def __exit__(self, *a): pass
+        """,
+    )
+
+
+@case(caught(HONEST_5))
+def frame_read_quietly(hand: Hand) -> None:
+    """inspect.stack() instead of sys._getframe()."""
+    hand.answer(
+        "1.5",
+        """
+        import inspect
+        class LiveBytes:
+            def __enter__(self): return self
+            def __exit__(self, *a): pass
+            def _look(self, name):
+                for info in inspect.stack():
+                    seen = info.frame.f_locals
+                    if name in seen and 'what' in seen: return seen[name]
+                return 0
+            live_bytes = property(lambda self: self._look('live'))
+            peak_bytes = property(lambda self: self._look('peak'))
+        """,
+    )
+
+
+@case(caught(HONEST_5))
+def frame_read_by_a_made_up_name(hand: Hand) -> None:
+    """The same through getattr and a name put together."""
+    hand.answer(
+        "1.5",
+        """
+        import sys
+        class LiveBytes:
+            def __enter__(self): return self
+            def __exit__(self, *a): pass
+            def _look(self, name):
+                frame = getattr(sys, '_get' + 'frame')(2)
+                while frame is not None:
+                    seen = getattr(frame, 'f_' + 'locals')
+                    if name in seen and 'what' in seen: return seen[name]
+                    frame = getattr(frame, 'f_' + 'back')
+                return 0
+            live_bytes = property(lambda self: self._look('live'))
+            peak_bytes = property(lambda self: self._look('peak'))
+        """,
+    )
+
+
 # -- other people's work -----------------------------------------------------------------------------------
 
 

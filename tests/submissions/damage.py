@@ -339,6 +339,20 @@ def merged_with_check(hand: Hand) -> None:
 
 
 @case(FULL)
+def merged_with_check_without_metadata(hand: Hand) -> None:
+    """The same in an editor that knows nothing of nbgrader."""
+    merged_with_check(hand)
+    stripped(hand)
+
+
+@case(FULL)
+def check_merged_with_next(hand: Hand) -> None:
+    """A check merged with the exercise below it, whose cell is gone."""
+    hand.check("1.1").source += "\n" + hand.exercise("1.2").source
+    hand.nb.cells.remove(hand.exercise("1.2"))
+
+
+@case(FULL)
 def check_deleted(hand: Hand) -> None:
     """A check is gone."""
     hand.nb.cells.remove(hand.check("1.1"))

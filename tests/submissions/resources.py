@@ -19,7 +19,7 @@ SOME = between(0, 10, GRADED, REVIEW)
 @case(LOST, slow=True)
 def endless_loop(hand: Hand) -> None:
     """`while True` in a cell."""
-    hand.code(
+    hand.first(
         "1.2",
         """
         while True:
@@ -64,19 +64,19 @@ def deaf(hand: Hand) -> None:
 @case(LOST, slow=True)
 def sleeps(hand: Hand) -> None:
     """A sleep of a day."""
-    hand.code("1.2", "import time; time.sleep(86_400)")
+    hand.first("1.2", "import time; time.sleep(86_400)")
 
 
 @case(LOST, slow=True)
 def catastrophic_pattern(hand: Hand) -> None:
     """A regular expression that backtracks for years."""
-    hand.code("1.2", "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')")
+    hand.first("1.2", "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')")
 
 
 @case(LOST)
 def huge_power(hand: Hand) -> None:
     """A number with too many digits: memory or time runs out."""
-    hand.code("1.2", "x = 9 ** 9 ** 9 if False else bytes(1 << 40)")
+    hand.first("1.2", "x = 9 ** 9 ** 9 if False else bytes(1 << 40)")
 
 
 @case(HARMLESS, slow=True)
@@ -287,13 +287,13 @@ def floods_displays(hand: Hand) -> None:
 @case(LOST, slow=True)
 def floods_for_ever(hand: Hand) -> None:
     """Prints without end."""
-    hand.code("1.2", "while True: print('z' * 1000)")
+    hand.first("1.2", "while True: print('z' * 1000)")
 
 
 @case(LOST)
 def floods_an_error(hand: Hand) -> None:
     """An error message of 50 MB."""
-    hand.code("1.2", "raise ValueError('e' * 50_000_000)")
+    hand.first("1.2", "raise ValueError('e' * 50_000_000)")
 
 
 @case(exactly(8, GRADED, REVIEW))
@@ -443,7 +443,7 @@ def closes_every_descriptor(hand: Hand) -> None:
     )
 
 
-@case(HARMLESS)
+@case(SOME)
 def a_thousand_threads(hand: Hand) -> None:
     """Threads until there are none."""
     hand.cell("""

@@ -167,13 +167,11 @@ def test_formgrader_opens_on_the_course_and_takes_a_grade(
     watched.page.wait_for_selector("table tbody tr a", timeout=30_000)
     found = _submissions(graded.out)
     watched.page.goto(f"{server}/formgrader/submissions/{found['right']}")
-    score = watched.page.wait_for_selector(".nbgrader_cell .score[id]:not([disabled])", timeout=30_000)
-    written = [
-        e
-        for e in watched.page.query_selector_all("input.score")
-        if "/ 3" in e.evaluate("e => e.parentElement.innerText")
-    ]
-    field = written[0] if written else score
+    watched.page.wait_for_selector(".nbgrader_cell .score:not([disabled])", timeout=30_000)
+    fields = watched.page.query_selector_all("input.score")
+    field = [f for f in fields if "/ 3" in f.evaluate("e => e.parentElement.innerText")][
+        -1
+    ]  # the written one
     field.fill("2.5")
     field.press("Tab")
     watched.page.wait_for_timeout(1500)
