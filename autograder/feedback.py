@@ -14,6 +14,7 @@ import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -210,31 +211,42 @@ _WORD = re.compile(r"[^\W\d_][\w]*(?:\.[^\W\d_]\w*)*|\d+(?:[.,]\d+)*(?:e[-+]?\d+
 
 
 def masked(message: str, number: str) -> str:
-    """The message with what isn't the check's own vocabulary made `…`: inputs, answers, the student's names.
+    """The message with what isn't the check's own made `…`: inputs, answers, the student's names.
 
+    A word stays that the check's texts have; a number, only beside the word that it has there (`10^9 bytes`).
     An answer that spells a hidden input in the check's own words gets through: a few bits, at most.
     """
-    known = _vocabulary(number.partition(".")[0])
-    text = _WORD.sub(lambda match: match[0] if match[0].lower() in known else "…", message)
-    return re.sub(r"…(?:[\s.,:'\"_*/+=-]*…)+", "…", text)
+    words, pairs = _vocabulary(number.partition(".")[0])
+    found = [(match[0].lower(), *match.span()) for match in _WORD.finditer(message)]
+    text, at = "", 0
+    for n, (word, start, end) in enumerate(found):
+        near = [(found[n - 1][0], word)] if n else []
+        near += [(word, found[n + 1][0])] if n + 1 < len(found) else []
+        known = word == number or (any(p in pairs for p in near) if word[0].isdigit() else word in words)
+        text += message[at:start] + (message[start:end] if known else "…")
+        at = end
+    return re.sub(r"…(?:[\s.,:'\"_*/+=-]*…)+", "…", text + message[at:])
 
 
 @functools.lru_cache(maxsize=16)
-def _vocabulary(chapter: str) -> frozenset[str]:
-    """Words and numbers of the texts in which a chapter's checks speak, in small letters."""
+def _vocabulary(chapter: str) -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
+    """Words of the texts in which a chapter's checks speak, in small letters, and which follow each other."""
     from memlab.exercises import CHAPTERS
 
     words = {name.lower() for name, value in vars(builtins).items() if isinstance(value, type)}
+    pairs: set[tuple[str, str]] = set()
     for module in ("memlab.exercises", f"memlab.exercises.{CHAPTERS[chapter]}", "memlab.units"):
         path = importlib.import_module(module).__file__
         assert path is not None
         tree = ast.parse(Path(path).read_text("utf-8"))
-        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and id(node) not in documentation
-            ):
-                words.update(match[0].lower() for match in _WORD.finditer(node.value))
-    return frozenset(words)
+        nodes = list(ast.walk(tree))
+        silent = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # documentation
+        for node in nodes:
+            if isinstance(node, ast.FormattedValue) and node.format_spec is not None:
+                silent |= {id(part) for part in ast.walk(node.format_spec)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+                said = [match[0].lower() for match in _WORD.finditer(node.value)]
+                words.update(said)
+                pairs.update(pairwise(said))
+    return frozenset(words), frozenset(pairs)

@@ -63,9 +63,8 @@ class Roster:
 
 def key(text: str) -> str:
     """Small letters and digits alone, without accents: 'Müller, Anna' -> 'mulleranna'."""
-    plain = unicodedata.normalize("NFKD", text.replace("ß", "ss").replace("ø", "o").replace("ł", "l"))
-    plain = "".join(c for c in plain if not unicodedata.combining(c))
-    return "".join(c for c in plain.casefold() if c.isalnum())
+    plain = unicodedata.normalize("NFKD", text.casefold().replace("ø", "o").replace("ł", "l"))
+    return "".join(c for c in plain if c.isalnum() and not unicodedata.combining(c))
 
 
 def _name_keys(name: str) -> set[str]:
