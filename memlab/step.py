@@ -177,9 +177,11 @@ def make_optimizer(recipe: Recipe, parameters: list[Tensor]) -> torch.optim.Opti
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW whose two moments take one byte per value, plus one fp32 scale per 256 values and moment.
 
-    A byte holds a root of value / (the block's largest): the square root of the first moment, with its
-    sign, the fourth root of the second. So small values get more of the levels, as by the table of Dettmers
-    et al. (arXiv:2110.02861). Tensors under 4096 values keep fp32 moments, as in bitsandbytes. During
+    A byte holds a root of value / (the block's largest), rounded to the nearest level: the square root of the
+    first moment, with its sign, the fourth root of the second. So small values get more of the levels, as in
+    the table of Dettmers et al. (arXiv:2110.02861), which bitsandbytes rounds to as well; the levels differ,
+    the bytes don't. A second moment takes at least the lowest level above 0, 2.4e-10 of its block's largest.
+    Tensors under 4096 values keep fp32 moments, as in bitsandbytes. During
     `step` the fp32 moments of one parameter at a time exist, and one more tensor of its size.
     """
 
@@ -265,7 +267,7 @@ def _to_bytes(x: Tensor, codes: Tensor, scale: Tensor, signed: bool) -> None:
     if signed:
         x = x.abs().sqrt_().copysign_(x).mul_(127).add_(128).round_()
     else:
-        x.sqrt_().sqrt_().mul_(255).ceil_()  # up: a second moment that isn't 0 must not become 0
+        x.sqrt_().sqrt_().mul_(255).round_().clamp_(min=1)  # never 0: an update is divided by its root
     codes.copy_(x.flatten()[: codes.numel()].view_as(codes))
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memlab.models import TransformerConfig, model
 from memlab.recipe import BLOCK_8BIT, MIN_8BIT, Recipe, RecipeError
-from memlab.step import AdamW8bit, workload
+from memlab.step import AdamW8bit, _from_bytes, _to_bytes, workload
 from memlab.techniques.precision import MasterWeights
 
 torch.set_num_threads(1)
@@ -150,6 +150,19 @@ def test_eight_bit_adam_stays_near_adam() -> None:
             optimizer.step()
     moved = (exact - start).norm()
     assert (exact - small).norm() < 0.1 * moved
+
+
+def test_second_moments_in_eight_bits_are_rounded_to_the_nearest_and_never_to_zero() -> None:
+    """Rounded up, they make every update of a small value smaller: training falls behind."""
+    moments = torch.logspace(-14, 0, 16 * BLOCK_8BIT).view(BLOCK_8BIT, 16).T.contiguous()  # all sizes a block
+    codes = torch.empty(moments.numel(), dtype=torch.uint8)
+    scale = torch.empty(16)
+    _to_bytes(moments.clone(), codes, scale, signed=False)
+    back = _from_bytes(codes, scale, signed=False)
+    assert (back > 0).all()
+    levels = (moments / moments.amax(1, keepdim=True)) ** 0.25 * 255
+    assert (codes.view(16, -1).float() - levels).abs()[levels > 1].max() <= 0.5001
+    assert ((back / moments)[levels > 10].mean() - 1).abs() < 0.01
 
 
 def test_small_tensors_are_updated_as_by_adamw() -> None:
