@@ -434,11 +434,12 @@ def _optimizer(recipe: Recipe, sharding: Sharding, net: nn.Module, host: _Host) 
 
     parameters: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
     fully = recipe.zero_stage >= 2
+    exact = recipe.replace(precision="fp32", attention="sdpa")  # flash has no fp32, and no optimizer asks
     # Under FSDP2 the fp32 shard is the master copy.
-    plain = recipe.replace(precision="fp32") if recipe.master_dtype and fully else recipe
+    plain = exact if recipe.master_dtype and fully else recipe
     to_host = recipe.offloaded("optimizer_states") is not None and recipe.offloaded("parameters") is None
     if to_host or sharding.fp32_gradients:
-        inner = partial(make_optimizer, recipe.replace(precision="fp32"))
+        inner = partial(make_optimizer, exact)
         copy = partial(host.take, dtype=torch.float32) if to_host else partial(torch.Tensor.float)
         early = sharding.fp32_gradients or recipe.offloaded("gradients") is not None
         return _Masters(parameters, inner, copy, host.place if to_host else nullcontext, early)

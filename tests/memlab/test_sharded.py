@@ -116,6 +116,18 @@ def test_first_step_left_out_changes_nothing() -> None:
     assert quick.consumers_at_peak() == honest.consumers_at_peak()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("hosted", [False, True])
+def test_flash_with_fp32_masters(stage: int, hosted: bool) -> None:
+    """The optimizer works in fp32, which the flash kernel doesn't: that must not be refused."""
+    recipe = Recipe(precision="bf16" if hosted else "bf16-master", zero_stage=stage, world_size=2)
+    recipe = recipe.replace(offload=["optimizer_states:cpu"]) if hosted else recipe
+    config = replace(TINY["llama"], layers=1)
+    flash, plain = (trace_sharded(config, recipe, attention=name) for name in ("flash", "sdpa"))
+    assert flash.consumer_peaks()["parameters"] == plain.consumer_peaks()["parameters"] > 0
+    assert flash.consumer_peaks()["optimizer_states"] == plain.consumer_peaks()["optimizer_states"]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 30])
 @pytest.mark.parametrize("count", [1, 2, 4, 7, 16])
 def test_pieces_are_torchs(rows: int, count: int) -> None:
