@@ -327,6 +327,8 @@ def waterfall(
 ) -> Figure:
     """From `start` (label, bytes) through each change (label, bytes; negative frees) to what is left.
 
+    The last bar is `left`; `in all` where a change adds.
+
     Raises ValueError if a change frees more than there is.
     """
     steps: list[tuple[str, int, int]] = []  # label, from, to
@@ -364,7 +366,8 @@ def waterfall(
             )
             ax.plot([before / scale] * 2, [y - 0.67, y - 0.33], color=FAINT, linewidth=0.8)
         ax.plot([level / scale] * 2, [end - 0.67, end - 0.33], color=FAINT, linewidth=0.8)
-        labels, character = _labels([start[0], *(label for label, _, _ in steps), "left"], 26)
+        outcome = "in all" if any(after > before for _, before, after in steps) else "left"
+        labels, character = _labels([start[0], *(label for label, _, _ in steps), outcome], 26)
         ax.set_yticks(range(len(labels)), labels)
         ax.tick_params(axis="y", length=0)
         ax.set_ylim(end + 0.5, -0.5)

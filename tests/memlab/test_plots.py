@@ -268,6 +268,12 @@ def test_waterfall_adds_up_and_refuses_to_free_more_than_there_is():
         plots.waterfall(("start", 10), [("less", -11)])
 
 
+@pytest.mark.parametrize(("changes", "last"), [([-4, -1], "left"), ([4, 1], "in all"), ([-4, 1], "in all")])
+def test_waterfall_says_what_its_last_bar_is(changes, last):
+    figure = plots.waterfall(("start", 10), [(str(i), n) for i, n in enumerate(changes)])
+    assert figure.axes[0].get_yticklabels()[-1].get_text() == last
+
+
 def test_bandwidths_are_fastest_first_and_say_what_was_measured():
     figure = plots.bandwidths(RATES, measured=["this machine"])
     texts = [t.get_text().strip() for t in figure.axes[0].texts]
