@@ -346,7 +346,7 @@ def _lost(data: bytes, fixed: Any) -> str:
         text = _plain(_text(cell))
         if not _MARK.search(text) or not isinstance(cell, dict):
             continue
-        if cell.get("cell_type") != "code" and "exercise" not in text:
+        if cell.get("cell_type") != "code" and "# exercise" not in text:
             continue  # a helper that was made a text is a text
         if text.strip() and text.strip() not in kept:
             return f"changed or lost: {text[:120]!r}"
