@@ -491,8 +491,8 @@ def newline_in_a_name(hand: Hand) -> None:
 @case(UNHARMED)
 def percent_as_a_name(hand: Hand) -> None:
     """A name that becomes a path when decoded."""
-    hand.called("..%2f..%2fright")
-    hand.name = "..%2f..%2fright"
+    hand.called("a..%2f..%2fright")
+    hand.name = "a..%2f..%2fright"
     hand.give()
 
 
