@@ -40,7 +40,7 @@ def run_on_cluster(
         tasks: dict[Any, Job] = {}
         for job in jobs:
             tasks[client.submit(run_here, job, mode, budget or Budget(), pure=False)] = job
-        for task in module.as_completed(tasks):
+        for task in module.as_completed(tasks, loop=client.loop):
             failed = task.exception()
             if failed is None:
                 yield tasks[task], task.result()
