@@ -729,7 +729,7 @@ def _traffic_view(now: Choices, before: Choices | None = None) -> View:
         f"less than {more}"
     )
     rows = tuple(
-        (name, units.format_bytes(size), plots.seconds(size / link.bandwidth), waits)
+        (name, units.format_gb(size), plots.seconds(size / link.bandwidth), waits)
         for (name, size), waits in zip(
             sent.items(), ("4 times a layer, all wait", "can run ahead", "at stage borders"), strict=True
         )

@@ -33,6 +33,7 @@ seed = 0
 # %% id="begin"
 import difflib
 import inspect
+import itertools
 import os
 import textwrap
 import time
@@ -74,9 +75,10 @@ print(textwrap.fill(message, 96))
 # %% [markdown] id="message"
 # ## What the message says
 #
-# A virtual card wrote it, in the words of torch. Six numbers and a hint, and the hint is there always, whatever the
-# cause. Before you follow it, do the arithmetic: **could the request be met if all that is "reserved but unallocated"
-# were in one piece?** And **which tensor of this step has just that size?**
+# A virtual card wrote it, in the words of torch: six numbers and a hint, and the hint is there always, whatever the
+# cause. (Only the last words are memlab's own: which operator asked, and where. On a real card the traceback tells
+# that.) Before you follow the hint, do the arithmetic: **could the request be met if all that is "reserved but
+# unallocated" were in one piece?** And **which tensor of this step has just that size?**
 
 # %% id="message-run"
 found = oom.read(message)
@@ -90,8 +92,9 @@ assert lab.size == "smallest" or report.free < scores < report.free + report.una
 
 # %% [markdown] id="message-read"
 # `memlab oom` does the same on the command line, for a message or a whole log. 512 MiB is a number with a face: batch x
-# heads x tokens² x 4 bytes, one table of attention scores. But is it fragmentation? Free and unallocated memory would
-# be *just* enough together, so the message alone can't tell, and says so. What can: the prediction.
+# heads x tokens² x 4 bytes, one table of attention scores; the operator says which of several, dropout's copy of the
+# weights. But is it fragmentation? Free and unallocated memory would be *just* enough together, so the message alone
+# can't tell, and says so. What can: the prediction.
 
 # %% id="predicted-run"
 need = memlab.compute(medium, wish, "T4")
@@ -101,7 +104,9 @@ for consumer, held in need.consumers_at_peak().items():
 
 # %% [markdown] id="predicted-read"
 # More than three times what there is, so it is plain **capacity**, and no allocator setting will help. The failure came
-# in the 8th of 24 blocks; had there been a bit more memory it would have come in the 9th.
+# in the 8th of 24 blocks; had there been a bit more memory it would have come in the 9th. The report above still begins
+# with the setting, since a line in the shell is cheap to try and it had nothing but the message. That is the lesson: a
+# message says *that* memory ran out. Why, a prediction says, or a snapshot.
 #
 # Four more messages (their numbers are made up). **For each: is it capacity, fragmentation, somebody else, or a bug?**
 # Guess from the numbers, then run.
@@ -126,17 +131,23 @@ for name, text in quiz.items():
 
 # %% id="quiz-answer"
 for name, text in quiz.items():
-    cause = oom.read(text).first.causes[0]
-    print(textwrap.fill(f"{name}: {cause.label}. {cause.why}", 96, subsequent_indent="   "), end="\n\n")
+    r = oom.read(text).first
+    answer = f"{name}: {r.causes[0].label}. {r.causes[0].why}. To do: {r.actions[0]}."
+    print(textwrap.fill(answer, 96, subsequent_indent="   "), end="\n\n")
+
+# %% [markdown] id="quiz-read"
+# D is the bug, or at least a shape that nobody meant: 96 GiB in *one* tensor, with 20 GiB free. Not the batch is to be
+# looked at but the line that asked, and the shapes in it: two axes exchanged, a comparison of all with all, `x[:, None]
+# - x`, an index that became a size.
 
 # %% [markdown] id="q1" claims="C7-01"
 # ## Question 1. Which batch size?
 #
 # *The answer one hears: there is no fixed one. Start with 1, add until memory is short, then accumulate.*
 #
-# Memory grows along a line, $M = S + A\,b$: the states don't depend on the batch $b$, the activations are proportional
-# to it (chapter 5). Two peaks give $S$ and $A$. **How many texts fit on the T4 with eager fp32, with a fused kernel,
-# with fp16 autocast?**
+# Memory grows along a line, $M = S + A\,b$: what is held whatever the batch $b$ is, and activations in proportion to it
+# (chapter 5). Two peaks give $S$ and $A$. **How many texts fit on the T4 with eager fp32, with a fused kernel, with
+# fp16 autocast? And $S$: is it the 5.7 GB, 5.3 GiB, of 16 bytes per parameter?**
 
 # %% id="line-run"
 t4 = hardware.gpu("T4")
@@ -145,16 +156,19 @@ recipes = {
     "fp32, fused": wish.replace(attention="sdpa"),
     "fp16 autocast, fused": wish.replace(attention="sdpa", precision="amp-fp16"),
 }
-counts = range(1, 9)
+counts = range(1, 11)
 lines, largest = {}, {}
-print(f"{'':24}{'S':>12}{'A':>12}   largest b")
+print(f"{'':24}{'S':>10}{'':19}{'A':>10}   largest b    the peak of b = 1")
 for name, recipe in recipes.items():
-    peaks = [memlab.compute(medium, recipe.replace(micro_batch=b), "T4").peak_bytes for b in counts]
-    slope = (peaks[3] - peaks[1]) // 2
+    needs = [memlab.compute(medium, recipe.replace(micro_batch=b), "T4") for b in counts]
+    peaks = [need.peak_bytes for need in needs]
+    slope = (peaks[3] - peaks[1]) // 2  # from 2 and 4 texts
     states = peaks[1] - 2 * slope
     largest[name] = (t4.memory_bytes - states) // slope
-    lines[name] = (list(counts), peaks)
-    print(f"{name:24}{format_bytes(states):>12}{format_bytes(slope):>12}{largest[name]:>8}")
+    drawn = sum(peak < 2 * t4.memory_bytes for peak in peaks)
+    lines[name] = (list(counts)[:drawn], peaks[:drawn])
+    per_parameter = f"{states / medium.parameter_count:.0f} B a parameter"
+    print(f"{name:24}{format_bytes(states):>10}, {per_parameter:17}{format_bytes(slope):>10}{largest[name]:>8}    {needs[0].peak_phase}")
     assert all(abs(states + slope * b - peak) < 0.02 * peak for b, peak in zip(counts, peaks, strict=True) if b > 1)
 
 # %% id="line-figure"
@@ -165,8 +179,14 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown] id="line-read"
-# So "until memory is short" needs two runs and a division, not fifty runs. But live tensors aren't all that a card has
-# to hold. **Does the largest batch of the last line really run on the card?**
+# (The lines are drawn up to twice what the card has.) $S$ is not 16 bytes: at the peak, where the loss's backward
+# begins, there are no gradients yet. It is 12 bytes per parameter, and 14 with autocast's 16-bit copies. The gradients
+# come while activations go, and with one text there are so few activations that the optimizer step is the largest
+# moment: that point lies above its line. So "until memory is short" needs a division and two runs **with more than one
+# text each**, not fifty runs.
+#
+# But live tensors aren't all that a card has to hold. **Does the largest batch of the last line really run on the
+# card?**
 
 # %% id="margin-run"
 
@@ -352,8 +372,8 @@ for name, (make, options) in faq.modules().items():
 # %% [markdown] id="ex-7-2-text"
 # **Exercise 7.2** (2 points). Two things. `predictions`: your six answers, `True` where all stays equal. `unchanged`:
 # the test, for any module, in the three parts separately; it will be run on modules that you haven't seen. `make()`
-# draws the weights, so both runs have to begin from the same random numbers, torch's and Python's. Then use it on
-# `faq.modules()`:
+# draws the weights, so both runs have to begin from the same random numbers, torch's and Python's. Then add a cell of
+# your own below the check, and use it on the six:
 #
 #     for name, (make, options) in faq.modules().items():
 #         print(name, unchanged(make, torch.randn(16, 32), **options))
@@ -573,24 +593,31 @@ memlab.check("7.3", comm, break_even)
 widgets.traffic(model="llama2-70b")
 
 # %% [markdown] id="q4-read" claims="C7-05"
-# So "little" and "much" have no answer without the number of tokens. Two more things that bytes don't show. Tensor
-# parallel ranks share *one* micro-batch while ZeRO-3 ranks have one each, so for each token *trained* the two meet at
-# $4.5h/N$ tokens. And tensor parallelism sends in the middle of each layer while all wait (hence NVLink, and one
-# server), ZeRO-3 can fetch weights ahead of time. Really small is only the pipeline, whose price is idle stages.
+# Ten. What ZeRO-3 sends doesn't depend on the tokens, what tensor parallelism sends is in proportion to them, so the
+# factor at one text of 4,096 tokens is also the number of texts at which they meet: 39,468 / 4,096 = 9.6. So "little"
+# and "much" have no answer without the number of tokens. Two more things that bytes don't show. Tensor parallel ranks
+# share *one* micro-batch while ZeRO-3 ranks have one each, so for each token *trained* the two meet at $4.5h/N$ tokens.
+# And tensor parallelism sends in the middle of each layer while all wait (hence NVLink, and one server), ZeRO-3 can
+# fetch weights ahead of time. Really small is only the pipeline, whose price is idle stages.
 #
 # *One also hears: ZeRO-3 suits evenly spread parameters, model parallelism a layer larger than a card.* Shards are cut
 # from flat tensors, evenness doesn't matter. What matters is **the largest piece that has to be gathered in full**.
 # **Which piece is that in these models?**
 
 # %% id="q4-largest" claims="C7-05"
-print(f"{'':14}{'states / 8, 16 B':>18}{'one block, 4 B':>16}{'embedding, 4 B':>16}")
+print(f"{'':14}{'states / 8, 16 B':>18}{'one block, 4 B':>16}{'embedding, 4 B':>16}   largest")
 for name in ("gpt2-xl", "llama2-7b", "llama3-8b", "llama2-70b", "gpt3-175b"):
     config = models.model(name)
     block = sum(p.count for p in config.parameters() if p.name.startswith("blocks.0."))
     embedding = config.vocab * config.hidden
     row = (16 * config.parameter_count / 8, 4 * block, 4 * embedding)
-    print(f"{name:14}" + "".join(f"{format_gb(round(n)):>{w}}" for n, w in zip(row, (18, 16, 16), strict=True)))
+    larger = "block" if block > embedding else "embedding"
+    print(f"{name:14}" + "".join(f"{format_gb(round(n)):>{w}}" for n, w in zip(row, (18, 16, 16), strict=True)) + f"   {larger}")
 print("4 B: a gathered weight and its gradient, 16 bit; while it is at work, the piece isn't divided by anything")
+
+# %% [markdown] id="q4-largest-read"
+# In a small model, or with a large vocabulary (128,256 words for LLaMA-3), the embedding; else a block. All of them are
+# far below the states' share of eight cards, so ZeRO-3 isn't kept from any of these by a layer that is too large.
 
 # %% [markdown] id="q5" claims="C7-06 C7-07"
 # ## Question 5. Can FlashAttention replace attention?
@@ -722,6 +749,10 @@ for workers in (0, 2):
 # **Exercise 7.5** (1 point). Speed up somebody's loader without changing what it delivers. It may have a sampler, a
 # `collate_fn` or `drop_last`. Graded: the batches and their order in two epochs, that the items come from other
 # processes, as many as asked for, and that the second epoch has the same processes. Not the time.
+#
+# An order that the sampler computes stays what it is. One that it *draws* (`shuffle=True`) is drawn again: from the
+# same seed the first epoch is the same, the second is a shuffle too, but another one. (A loader draws a seed for its
+# workers in each epoch; where the workers stay, it does so once.)
 
 
 # %% id="ex-7-5" exercise="7.5"
@@ -732,7 +763,8 @@ from torch.utils.data import DataLoader
 def faster(loader, workers):
     """A DataLoader with the same batches in the same order, its items made by `workers` processes that stay.
 
-    loader: a DataLoader without workers; it may have a sampler, a collate_fn or drop_last of its own
+    loader: a DataLoader without workers; it may have a sampler, a collate_fn or drop_last of its own. An order
+    drawn at random stays random, but isn't the same from the second epoch on
     """
     # exercise 7.5
     ### BEGIN SOLUTION
@@ -800,36 +832,39 @@ print("a bare autocast on CUDA is", torch.get_autocast_dtype("cuda"))
 # %% id="q7-clip"
 
 
-def small_loss(scaler):
-    """Gradients of an MLP under fp16 autocast with a small loss, not yet unscaled."""
+def scaled_gradients(scaler, factor):
+    """An MLP with gradients under fp16 autocast, not yet unscaled; factor: how large the loss is."""
     torch.manual_seed(lab.seed)
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
     with torch.amp.autocast("cpu", dtype=torch.float16):
         y = model(torch.randn(64, 256))
-    loss = y.float().square().mean() * 1e-3
+    loss = y.float().square().mean() * factor
     (loss if scaler is None else scaler.scale(loss)).backward()
     return model
 
 
-lost = {name: torch.cat([p.grad.flatten() for p in small_loss(scaler).parameters()]).eq(0).float().mean().item()
+lost = {name: torch.cat([p.grad.flatten() for p in scaled_gradients(scaler, 1e-3).parameters()]).eq(0).float().mean().item()
         for name, scaler in {"no scaler": None, "scaler": precision.LossScaler()}.items()}  # fmt: skip
-print("gradients that are 0: " + ", ".join(f"{name} {share:.1%}" for name, share in lost.items()))
+print("a small loss, gradients that are 0: " + ", ".join(f"{name} {share:.1%}" for name, share in lost.items()))
+seen_by_step = {}
 for order in ("clip, then unscale", "unscale, then clip"):
     scaler = precision.LossScaler()
-    model = small_loss(scaler)
+    model = scaled_gradients(scaler, 20)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     if order == "unscale, then clip":
         scaler.unscale_(sgd)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if order == "clip, then unscale":
         scaler.unscale_(sgd)
-    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
-    print(f"{order}: the step sees a gradient of norm {norm:.1e}")
+    seen_by_step[order] = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    print(f"a gradient of norm 1.1, {order}: the step sees norm {seen_by_step[order]:.6f}")
 assert lost["scaler"] == 0 < lost["no scaler"]
+assert round(seen_by_step["unscale, then clip"] / seen_by_step["clip, then unscale"] / 65_536, 2) == 1
 
 # %% [markdown] id="q7-read"
-# Clipped while scaled, every gradient is cut to norm 1 and then divided by 65,536: training all but stops, and no error
-# says so. The order is: scale the loss, backward, **unscale, clip**, step, update.
+# Clipped while scaled, every gradient is cut to norm 1 and then divided by 65,536: training with SGD all but stops, and
+# no error says so. (Adam divides by the gradient's own size and hides it, until epsilon is as large.) The order is:
+# scale the loss, backward, **unscale, clip**, step, update.
 
 # %% [markdown] id="myths"
 # ## Myths
@@ -977,8 +1012,9 @@ for name, cure in cures.items():
     print(f"{name:20}gradient at the input: {residual.gradient_norms(lab.pick(smallest=20, normal=50), **cure)[0]:.1e}")
 
 # %% [markdown] id="myth-skip-read"
-# Half true. Skips keep gradients alive; so does an init or a norm alone. What He et al. solved with skips was that
-# deeper plain networks *with* BatchNorm trained worse.
+# Half true. Skips keep gradients from vanishing; so does an init or a norm alone. (Some of them now *grow* with depth,
+# to hundreds and thousands; clipping, warm-up, or scaling the branches down takes care of that.) What He et al. solved
+# with skips was that deeper plain networks *with* BatchNorm trained worse.
 
 # %% [markdown] id="capstone" claims="S-05"
 # ## The capstone
@@ -1062,10 +1098,11 @@ plots.consumers(kinds, title="Three models, three bottlenecks: what is alive at 
 # it: the prediction is made under a meter.
 #
 # *Hints.* The peak is the largest of four moments, not a sum. *When the loss's backward begins*, everything kept is
-# alive, and three tensors of (n, classes): log-softmax, and two gradients. *In the last block's backward* nearly
-# everything kept still is; eager attention makes two more tables of scores there, and a checkpointed block, of which
-# only the input was kept, has everything again. *When the first block's backward ends*, all gradients are there, and
-# what one block keeps. *In the optimizer step* a foreach AdamW has one more tensor for each parameter.
+# alive, the final norm's two tensors of (n, h), and three of (n, classes): log-softmax, and two gradients. *In the last
+# block's backward* nearly everything kept still is; eager attention makes two more tables of scores there, and a
+# checkpointed block, of which only the input was kept, has everything again. *When the first block's backward ends*,
+# all gradients are there, and what one block keeps. *In the optimizer step* a foreach AdamW has one more tensor for
+# each parameter.
 
 
 # %% id="ex-7-6" exercise="7.6"
@@ -1114,7 +1151,9 @@ steps = {"as it was": wish, "fused attention": fused_step, "fp16 autocast": half
 peaks = {name: memlab.compute(medium, recipe, "T4") for name, recipe in steps.items()}
 for name, peak in peaks.items():
     print(f"{name:18}{format_bytes(peak.peak_bytes):>11}, peak in {peak.peak_phase}")
-plots.consumers(peaks, capacity=t4.memory_bytes, title="Scores, then 16 bits, then the batch: 8 texts fit")
+levels = [(name, peak.peak_bytes) for name, peak in peaks.items()]
+changes = [(name, after - before) for (_, before), (name, after) in itertools.pairwise(levels)]
+plots.waterfall(levels[0], changes, capacity=t4.memory_bytes, title="Scores, then 16 bits, then the batch: 8 texts fit")
 
 # %% id="fits-card"
 last = memlab.trace_step(medium, small, gpu="T4")

@@ -277,6 +277,22 @@ def test_a_loader_put_together_by_hand_is_right_too() -> None:
     assert rate(exercise, collect(exercise, by_hand, 2)) == (1, ())
 
 
+def test_a_shuffled_order_is_the_same_in_the_first_epoch_alone() -> None:
+    """What the exercise promises: an order that is drawn stays a shuffle, not the same from epoch 2 on."""
+    names: dict[str, Any] = {}
+    exec(compile(solution(CHAPTER, "7.5"), "<student>", "exec"), names)
+
+    def epochs(fast: bool) -> list[list[int]]:
+        torch.manual_seed(0)
+        loader: Any = DataLoader(faq.Slow(40), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+        loader = names["faster"](loader, 2) if fast else loader
+        return [[int(i) for batch in loader for i in batch[0]] for _ in range(2)]
+
+    slow, fast = epochs(False), epochs(True)
+    assert slow[0] == fast[0] and slow[1] != fast[1]
+    assert all(sorted(epoch) == list(range(40)) for epoch in (*slow, *fast))
+
+
 def test_a_loader_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faq, "LOADER_SECONDS", 1.0)
 
@@ -318,6 +334,8 @@ def test_the_explorer_counts_as_the_exercise_does() -> None:
     assert sent["pipeline"] == faq.sent_expected("pp", 4096, 8192, 8, 80, 2)
     assert sent["ZeRO-3"] == 3 * 2 * config.parameter_count * 7 // 8
     assert "tensor parallel sends" in explorer.twin.finding and "39,468 tokens" in explorer.twin.note
+    # table, figure and link count in powers of ten
+    assert [row[1] for row in explorer.twin.rows] == ["37.58 GB", "362.13 GB", "134.22 MB"]
     changed = explorer.show({**explorer.start, "micro_batch": 32}, explorer.start)
     assert "ZeRO-3 sends" in changed.finding and "1 → 32" in changed.note
     with pytest.raises(ValueError, match="no row of equal blocks"):
