@@ -852,7 +852,8 @@ def _messages(region: _Region, found: Reports) -> list[Report]:
                 pids.add(int(match.group(1)))
             report.own_pids = frozenset(pids)
             _locate(report, region.text[max(offset - 6000, 0) : offset])
-            if asked := _ALLOCATION.search(region.text, offset, offset + 2000):
+            asked = _ALLOCATION.search(region.text, offset, offset + 2000)
+            if asked and "allocation:" in report.text:  # not the next message's
                 operator, module, report.phase = (part.decode() if part else "" for part in asked.groups())
                 report.operator = f"{operator} in {module}" if module else operator
             reports.append((offset, report))

@@ -385,6 +385,7 @@ def test_the_message_of_memlabs_own_card_is_read() -> None:
     report = read(text).first
     assert report.allocated == 14 * GIB
     assert (report.operator, report.phase) == ("aten.mm in h.0.mlp", "forward")
+    assert [r.operator for r in read(f"{process()}\n{text}\n")] == ["", "aten.mm in h.0.mlp"]
     assert "asked for by aten.mm in h.0.mlp (forward)" in str(report) and "phase" not in " ".join(
         report.cannot_tell
     )
