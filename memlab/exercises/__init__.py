@@ -288,17 +288,25 @@ def _remember(exercise: Exercise, score: Score) -> None:
 
 
 def progress() -> None:
-    """Prints which exercises are done and the points so far (hand-graded answers not included)."""
+    """Prints which exercises are done and the points so far (hand-graded answers not included).
+
+    A chapter of which nothing was tried takes one line.
+    """
     points = {**_read_progress(), **_points}
-    known = exercises()
     total = earned = 0.0
-    for exercise in known.values():
-        got = points.get(exercise.id)
-        total += exercise.points
-        earned += got or 0
-        mark = "      " if got is None else f"{got:g}".rjust(3) + " of"
-        state = "not tried" if got is None else ("done" if got == exercise.points else "open")
-        print(f"{exercise.id:>4}  {mark} {exercise.points:>2}  {state:<9}  {exercise.title}")
+    for number in CHAPTERS:
+        known = exercises(number)
+        top = sum(exercise.points for exercise in known.values())
+        total += top
+        if not points.keys() & known.keys():
+            print(f"{number:>2}.*         {top:>2}  not tried  chapter {number}")
+            continue
+        for exercise in known.values():
+            got = points.get(exercise.id)
+            earned += got or 0
+            mark = "      " if got is None else f"{got:g}".rjust(3) + " of"
+            state = "not tried" if got is None else ("done" if got == exercise.points else "open")
+            print(f"{exercise.id:>4}  {mark} {exercise.points:>2}  {state:<9}  {exercise.title}")
     print(f"      {earned:g} of {total:g} points; one written answer per chapter is graded by hand")
 
 
