@@ -282,7 +282,7 @@ def _admit(
     if chosen.late:
         notes.append("Canvas marked it as late")
         if policy is not None and not policy.lateness(submitted):
-            doubts.append(f"Canvas says late, {time_from} says in time: see late.csv")
+            doubts.append(f"Canvas says late, its time says in time ({time_from}): see late.csv")
     known_cells = {cell.id: cell.source for cell in item.release.cells}
     own = tuple(c.id for c in notebook.cells if c.cell_type == "code" and c.source != known_cells.get(c.id))
     return Job(

@@ -142,7 +142,7 @@ def collect(
         if student.remarks and not student.notes and not student.notebooks and not student.unnamed:
             student.notes, student.remarks = student.remarks, []
     if roster is not None:
-        everybody = _by_roster(everybody, roster, left_out)
+        everybody = _by_roster(everybody, roster)
     return everybody, left_out
 
 
@@ -382,7 +382,7 @@ def _named(students: list[Student]) -> list[Student]:
     return sorted(students, key=lambda student: student.id)
 
 
-def _by_roster(students: list[Student], roster: Roster, left_out: list[str]) -> list[Student]:
+def _by_roster(students: list[Student], roster: Roster) -> list[Student]:
     """Students under the roster's ids; one who fits no row, or several, keeps the outer name and a doubt."""
     found: dict[str, Student] = {}
     strangers: list[Student] = []
@@ -397,7 +397,6 @@ def _by_roster(students: list[Student], roster: Roster, left_out: list[str]) -> 
             student.doubts.append(f"{student.id!r} fits several students of the roster ({rows})")
         else:
             student.doubts.append(f"{student.id!r} isn't in the roster")
-        left_out.append(f"{student.doubts[-1]}: graded under this name")
         strangers.append(student)
     for person in roster.people:
         if person.id not in found:
