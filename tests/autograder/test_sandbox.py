@@ -477,7 +477,8 @@ for path in ({str(tmp_path)!r} + "/gradebook.db", {str(ROOT)!r} + "/solutions/01
         print("read", path)
     except OSError:
         pass
-for path in ({str(tmp_path)!r}, memlab.__path__[0], "/tmp", "/usr", "/dev/shm", os.path.dirname(torch.__file__)):
+for path in ({str(tmp_path)!r}, memlab.__path__[0], "/tmp", "/usr", "/dev/shm",
+             os.path.dirname(torch.__file__)):
     try:
         open(path + "/x", "w")
         print("written", path)
