@@ -612,7 +612,7 @@ def doctor(
         if out.exists():
             raise ValueError(f"{out} is there already: choose another name, so that nothing is lost")
         out.write_text(room.to_text(mended), "utf-8")
-        _print(f"written to {out}: hand this one in")
+        _print(f"written to {out}, without outputs: hand this one in")
     elif said or repairs:
         _print("The grader mends the same by itself. To save a mended notebook, add --out mended.ipynb")
 
