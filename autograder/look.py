@@ -28,8 +28,18 @@ _ATTRIBUTES = {
     "currentframe": "looks into the frames of its caller",
     "f_back": "looks into the frames of its caller",
     "tb_frame": "looks into the frames of its caller",
+    "gi_frame": "looks into the frames of its caller",
+    "cr_frame": "looks into the frames of its caller",
+    "f_locals": "looks into the frames of its caller",
+    "f_globals": "looks into the frames of its caller",
+    "_current_frames": "looks into the frames of its caller",
+    "walk_stack": "looks into the frames of its caller",
+    "getouterframes": "looks into the frames of its caller",
+    "settrace": "watches every call in the kernel",
+    "setprofile": "watches every call in the kernel",
     "get_objects": "searches the memory of the kernel",
     "get_referrers": "searches the memory of the kernel",
+    "get_referents": "searches the memory of the kernel",
     "__subclasses__": "searches the memory of the kernel",
     "iopub_socket": "speaks for the kernel",
     "iopub_thread": "speaks for the kernel",
@@ -70,6 +80,8 @@ def _walk(tree: ast.AST) -> Iterator[str]:
             yield from (why for text, why in _TEXTS.items() if text in node.value)
         elif isinstance(node, ast.Attribute):
             yield _ATTRIBUTES.get(node.attr, "")
+            if node.attr == "__dict__" and _is_ours(node.value, imported):
+                yield f"reaches into the names of {ast.unparse(node.value)}"
             if isinstance(node.ctx, ast.Store | ast.Del):
                 if node.attr in _CODE:
                     yield f"replaces a function's {node.attr}"
@@ -77,14 +89,59 @@ def _walk(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             if ast.unparse(node.value) in ("sys.modules", "modules"):
                 yield "replaces a loaded module"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, first = node.func.attr, node.args[0] if node.args else None
+            if name in ("__setattr__", "__delattr__") and not _is_super(node.func.value):
+                yield "sets an attribute by a way around"
+            if name == "stack" and ast.unparse(node.func.value) == "inspect":
+                yield _ATTRIBUTES["_getframe"]
+            if name == "import_module" and first is not None and _names_us(first):
+                yield "imports by a text"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             yield _CALLS.get(node.func.id, "")
-            if node.func.id in ("setattr", "delattr") and node.args:
-                yield _replaced(ast.Attribute(node.args[0], "…", ast.Store()), imported)
+            yield from _reaches(node, imported)
         elif isinstance(node, ast.FunctionDef) and node.name in ("__eq__", "__instancecheck__"):
             returns = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
             if len(returns) == 1 and isinstance(returns[0], ast.Constant) and returns[0].value is True:
                 yield "makes an object that equals everything"
+
+
+def _reaches(node: ast.Call, imported: dict[str, str]) -> Iterator[str]:
+    """Calls that reach a module or an attribute by another way than its written name."""
+    if not isinstance(node.func, ast.Name) or not node.args:
+        return
+    name, first = node.func.id, node.args[0]
+    if name in ("setattr", "delattr"):
+        yield _replaced(ast.Attribute(first, "…", ast.Store()), imported)
+    if name in ("getattr", "setattr", "delattr") and len(node.args) > 1 and _is_made(node.args[1]):
+        yield "puts the name of an attribute together"
+    if name == "vars" and _is_ours(first, imported):
+        yield f"reaches into the names of {ast.unparse(first)}"
+    if name == "__import__" and not (isinstance(first, ast.Constant) and not _names_us(first)):
+        yield "imports by a text"
+
+
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "super"
+
+
+def _is_made(node: ast.expr) -> bool:
+    """A text that is put together, in place of one that is written down or comes from elsewhere."""
+    return isinstance(node, ast.BinOp | ast.JoinedStr)
+
+
+def _names_us(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.partition(".")[0] in ("memlab", "builtins")
+    )
+
+
+def _is_ours(node: ast.expr, imported: dict[str, str]) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and imported.get(node.id, "").partition(".")[0] in _OWN
 
 
 def _replaced(node: ast.Attribute, imported: dict[str, str]) -> str:

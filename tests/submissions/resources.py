@@ -50,7 +50,7 @@ def endless_in_c(hand: Hand) -> None:
 @case(LOST, slow=True)
 def deaf(hand: Hand) -> None:
     """A loop that catches every interrupt."""
-    hand.code(
+    hand.first(
         "1.2",
         """
         while True:
