@@ -19,6 +19,7 @@ from pathlib import Path
 from autograder.course import CourseError, write_atomically
 from autograder.evidence import REVIEW, TAMPERED
 from autograder.feedback import total
+from autograder.gradebook import ByHand
 from autograder.records import FAILED, MISSING, Record, exercise_points
 from autograder.roster import Person, Roster, key, people_of, read_table, shown
 from autograder.tables import Course, Member, cell, write_csv
@@ -81,7 +82,7 @@ def _said(course: Course, chapters: Sequence[str]) -> list[str]:
     unread: dict[str, list[str]] = {}
     for record in (r for r in course.records if r.chapter in chapters):
         given = course.given(record)
-        if record.status in (FAILED, TAMPERED):
+        if record.status == FAILED or _undecided(record, given):
             said.append(f"left out: {record.student}, {record.chapter}: {record.status}, see reasons.csv")
         elif record.status == REVIEW:
             said.append(f"look again: {record.student}, {record.chapter}: needs review, see reasons.csv")
@@ -109,7 +110,12 @@ def maximum(course: Course, chapter: str) -> float:
 
 def points(course: Course, record: Record) -> str:
     """What is exported; '' where a person has to decide first, or nothing was handed in."""
-    return "" if record.status == TAMPERED else cell(course.points_after(record))
+    return "" if _undecided(record, course.given(record)) else cell(course.points_after(record))
+
+
+def _undecided(record: Record, given: ByHand | None) -> bool:
+    """Tampered with, and nobody has entered points for an exercise since."""
+    return record.status == TAMPERED and not (given is not None and given.corrected)
 
 
 def _nbgrader(course: Course, chapters: Sequence[str], to: Path) -> None:

@@ -151,6 +151,16 @@ def test_a_correction_by_hand_counts_and_is_said(tmp_path: Path) -> None:
     assert reasons == ["died", "exercise 1.1: 2 points by hand, 0 computed"]
 
 
+def test_what_was_tampered_with_is_exported_once_a_person_decided(tmp_path: Path) -> None:
+    made = course(tmp_path)
+    made.records[3].status = "tampered"
+    assert any("left out: Di" in line for line in export(made, "nbgrader", tmp_path / "o.csv"))
+    assert rows(tmp_path / "o.csv")[3]["score"] == ""
+    decided = replace(made, manual={("Di", CHAPTER): ByHand(None, {}, {"1.1": 0.5}, {})})
+    assert not any("Di" in line for line in export(decided, "nbgrader", tmp_path / "o.csv"))
+    assert rows(tmp_path / "o.csv")[3]["score"] == "8.5"
+
+
 def test_who_is_who_is_kept(tmp_path: Path) -> None:
     tables.remember(tmp_path, [Student("s1", name="Anna", moodle="101")], [CHAPTER])
     tables.remember(tmp_path, [Student("s2", name="Bo", canvas="12")], ["02_four_consumers"])
