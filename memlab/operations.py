@@ -416,13 +416,18 @@ class Tape:
 
     # the loss
 
-    def loss(self, logits: Value) -> Unit:
-        """Cross entropy in fp32 over (N, classes)."""
+    def loss(self, logits: Value, split: bool = False) -> Unit:
+        """Cross entropy in fp32 over (N, classes).
+
+        split: each tensor-parallel rank has some of the classes; the shifted logits, and in backward their
+        exponential, are then tensors (torch.distributed.tensor.parallel.loss).
+        """
         self.where = "loss."
         fp32 = x = self.cast(logits, "fp32", "logits in fp32")
         x = self.op(
-            "log-softmax", [x], x.shape, "fp32", result=True, why="log-softmax: its backward needs it"
-        )
+            "log-softmax", [x], x.shape, "fp32", result=True, why="log-softmax: its backward needs it",
+            scratch=x.bytes * split, back=x.bytes * split,
+        )  # fmt: skip
         weight = self.store("total weight", (), "fp32")
         loss = self.op("mean", [x], (), "fp32", saves=[x], extra=[weight])
         self.keep(fp32)
@@ -463,7 +468,8 @@ class Program:
         self.logits = logits.store
         self.seed = Store("gradient of the loss", (), "fp32")
         self.seed.why = "where backward starts: 1"
-        self.units.append(self.tape.loss(logits))
+        split = self.recipe.tensor_parallel > 1 and getattr(self.config, "causal", False)
+        self.units.append(self.tape.loss(logits, split))
         self.variables = [self.logits, self.units[-1].exit.store]
         if self.recipe.accumulation > 1:
             self.variables.append(Store("loss / accumulation", (), "fp32"))

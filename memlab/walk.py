@@ -5,16 +5,18 @@ backward of operations that saved it, checkpoints, autocast's cache of weight co
 variables. Backward runs the operations in reverse; a gradient lives until it has been read. `Walk.run()`
 leaves in `peaks` the largest moment of each phase, by consumer, and in `tensors()` what is kept, by name.
 
-Sources: torch.optim (what an update allocates); ZeRO: Rajbhandari et al., arXiv:1910.02054; tensor
-parallelism: Shoeybi et al., arXiv:1909.08053; prefetch and reduce-scatter of sharded weights:
-torch.distributed.fsdp (FSDP2).
+Sources: torch.optim (what an update allocates); ZeRO: Rajbhandari et al., arXiv:1910.02054; whole tensors
+dealt out in ZeRO-1: torch.distributed.optim.ZeroRedundancyOptimizer; tensor parallelism: Shoeybi et al.,
+arXiv:1909.08053, as DTensor does it; prefetch and reduce-scatter of sharded weights: torch.distributed.fsdp
+(FSDP2).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -74,18 +76,41 @@ class Holding:
         if key not in _HOLDINGS:
             if len(_HOLDINGS) >= 64:
                 _HOLDINGS.clear()
-            held = tuple(_on_rank(weight, r.tensor_parallel) for weight in r.weights(config))
-            kinds: dict[tuple[Any, ...], list[Weight]] = {}
-            for weight in held:
-                kinds.setdefault((weight.shape, weight.dtype, weight.trained), []).append(weight)
-            _HOLDINGS[key] = Holding(
-                held, tuple(w for w in held if w.trained), tuple((w[0], len(w)) for w in kinds.values())
-            )
+            _HOLDINGS[key] = Holding.made([_on_rank(w, r.tensor_parallel) for w in r.weights(config)])
         return _HOLDINGS[key]
+
+    @staticmethod
+    def made(weights: Iterable[Weight]) -> Holding:
+        held = tuple(weights)
+        kinds: dict[tuple[Any, ...], list[Weight]] = {}
+        for weight in held:
+            kinds.setdefault((weight.shape, weight.dtype, weight.trained), []).append(weight)
+        return Holding(
+            held, tuple(w for w in held if w.trained), tuple((w[0], len(w)) for w in kinds.values())
+        )
 
     @cached_property
     def trained_counts(self) -> tuple[int, ...]:
         return tuple(weight.count for weight in self.trained)
+
+    def dealt(self, ranks: int) -> Holding:
+        """Of the trained ones, those whose states the fullest rank keeps in ZeRO-1.
+
+        ZeroRedundancyOptimizer gives whole tensors to ranks: the largest first, each to the emptiest rank.
+        """
+        if ranks not in self._dealt:
+            hands: list[list[Weight]] = [[] for _ in range(min(ranks, len(self.trained)))]
+            loads = [(0, i) for i in range(len(hands))]
+            for weight in sorted(self.trained, key=lambda w: -w.count):
+                load, i = loads[0]
+                hands[i].append(weight)
+                heapq.heapreplace(loads, (load + weight.count, i))
+            self._dealt[ranks] = Holding.made(hands[max(loads)[1]])
+        return self._dealt[ranks]
+
+    @cached_property
+    def _dealt(self) -> dict[int, Holding]:
+        return {}
 
     def shared_by(self, ranks: int) -> int:
         """Trained values on one of `ranks` that divide each weight."""
@@ -116,6 +141,8 @@ class Walk:
         self.config, self.recipe, self.device = config, recipe, device
         self.holding = Holding.of(config, recipe)
         self.held, self.specs = self.holding.all, self.holding.trained
+        #: those that this rank updates
+        self.own = self.holding.dealt(recipe.data_parallel) if recipe.zero_stage == 1 else self.holding
         self.live = dict.fromkeys(CONSUMERS, 0)
         self.largest = dict.fromkeys(CONSUMERS, 0)
         self.total = 0
@@ -127,7 +154,8 @@ class Walk:
 
         self.saved: list[tuple[Store, int]] = []  # what the forward leaves, and how often
         self.extra: list[int] = []  # activations of the equal units that a unit stands for
-        self.moved: list[int] = []  # activations of a unit that wait outside the GPU
+        self.away = recipe.offloaded("activations") is not None  # saved tensors wait outside the GPU
+        self.first = True  # micro-batch
         self.root = 0  # whole weights outside the blocks, where weights are streamed
         self.cached: list[Store] = []  # autocast's copies of the weights, and those of the equal units
         self.cached_extra = 0
@@ -136,6 +164,7 @@ class Walk:
         self.tied = 0  # the head's gradient of a tied embedding, until the embedding's own is added
         self.leaf = 0  # the gradient of the embedding's output, which lives as long as autograd's graph
         self.rooted: list[tuple[int, int]] = []  # the same of weights outside the blocks (fully_shard's root)
+        self.sent = 0  # the last reduce-scatter's input, kept until the next
         self.whole: list[tuple[int, int]] = []  # (bytes, values) of gradients not scattered or moved out yet
 
         self.streams = streams(recipe)
@@ -188,7 +217,8 @@ class Walk:
         """The whole step."""
         self.program = Program(self.config, self.recipe, self.device)
         self.extra = [0] * len(self.program.units)
-        self.moved = [0] * len(self.program.units)
+        if self.away:
+            self.host["activations"] = 0
         self._settle()
         for store in self.program.batch:
             store.refs = 2  # for the script, and as the first unit's input
@@ -196,6 +226,7 @@ class Walk:
         turns = min(self.recipe.accumulation, 2)  # the third micro-batch is like the second
         variables = self.program.variables
         for turn in range(turns):
+            self.first = not turn
             self._forward(stale=[v.bytes for v in variables] if turn else [])
             self._backward()
             self.have_gradients = True
@@ -221,8 +252,12 @@ class Walk:
             self.briefly(sum(t.bytes for t in self._update()))
 
     def _gradients(self) -> int:
-        each = sum(n * self._share(kind.count, 2) for kind, n in self.holding.kinds if kind.trained)
-        return each * self.gradient_size
+        values = sum(n * self._share(kind.count, 2) for kind, n in self.holding.kinds if kind.trained)
+        if self.stays_wide:
+            assert isinstance(self.config, TransformerConfig)
+            c = self.config
+            values += (c.vocab - -(-c.vocab // self.recipe.tensor_parallel)) * c.hidden
+        return values * self.gradient_size
 
     def _settle(self) -> None:
         """What stays through the whole step."""
@@ -231,7 +266,7 @@ class Walk:
             ("parameters", sum(n * self._share(w.count, 3) * DTYPE_BYTES[w.dtype] for w, n in kinds)),
             (
                 "optimizer_states",
-                sum(n * t.bytes for kind, n in kinds if kind.trained for t in self._states(kind)),
+                sum(n * t.bytes for kind, n in self.own.kinds if kind.trained for t in self._states(kind)),
             ),
         ):
             if self.recipe.offloaded(what):
@@ -257,7 +292,7 @@ class Walk:
         """`stale`: the last micro-batch's logits and loss, which variables hold until they're replaced."""
         self.take("activations", sum(stale))
         self._begin("forward")
-        self.root = sum(self._weights(unit) for unit in self.program.units if unit.label not in _STREAMED)
+        self.root = self._weights(*(unit for unit in self.program.units if unit.label not in _STREAMED))
         self.take("temporaries", self.root)
         gathered = self.root  # what was gathered last, in one piece: kept until the next has been cut up
         if self.program.leaf is not None:
@@ -280,18 +315,16 @@ class Walk:
             activations, temporaries = self.live["activations"], self.live["temporaries"]
             self._run(unit, i)
             if unit.checkpointed:
-                for store in self._inputs(unit):
+                self._leave(self._inputs(unit), unit.times)
+                for store in self._inputs(unit) if not self.away else ():
                     store.refs += 1
             if unit.entry is not None:
                 self.release(unit.entry.store)
             grown = self.live["activations"] - activations
             copies = (self.live["temporaries"] - temporaries) * (unit.times - 1)
-            if unit.label in _STREAMED and self.recipe.offloaded("activations"):
-                self.host["activations"] = self.host.get("activations", 0) * bool(i) + grown * unit.times
-                self.moved[i] = grown
-                self.give("activations", grown)
-            else:
-                self.extra[i] = grown * (unit.times - 1)
+            if self.away:
+                grown = self._cached_outputs(unit)
+            self.extra[i] = grown * (unit.times - 1)
             self.take("activations", self.extra[i])
             self.take("temporaries", copies)
             self.cached_extra += copies
@@ -314,7 +347,7 @@ class Walk:
 
     def _run(self, unit: Unit, i: int, again: bool = False) -> None:
         """A unit's forward. `again`: recomputed in backward, up to the last operation that saves."""
-        save = again or not unit.checkpointed
+        save = again or not (unit.checkpointed or self.away)
         ops: list[Op] = unit.ops
         waiting: list[Store] = []
         stop: Op | None = None
@@ -357,12 +390,14 @@ class Walk:
             for store in made_now:
                 stays = (kept and store not in op.copies) or id(store) in stay or store is leaf
                 if store is unit.exit.store and not again:
-                    stays = stays or store.saved or follows
+                    stays = stays or store.saved or follows or self.away
                 self.hold(store, "activations" if stays else "temporaries")
             self.briefly(op.scratch)
             if save:
                 for store in op.saves:
                     store.refs += 1
+            elif not unit.checkpointed:
+                self._leave(op.saves, unit.times)
             if kept and not again:
                 for store in op.made:
                     store.refs += 1
@@ -383,6 +418,19 @@ class Walk:
         for store in waiting:
             self.release(store)
 
+    def _cached_outputs(self, unit: Unit) -> int:
+        """Bytes in selective checkpointing's own cache: no hook on saved tensors moves them out."""
+        if self.recipe.checkpointing != "selective" or not unit.checkpointed:
+            return 0
+        made = {id(store): store for op in unit.ops if op.linear for store in op.made}
+        return sum(store.bytes for store in made.values())
+
+    def _leave(self, stores: Iterable[Store], times: int) -> None:
+        """Saved tensors go to the host, once for every operation that saves them; small ones stay."""
+        if self.away and self.first:
+            sizes = {id(store): store.bytes for store in stores if store.bytes >= 1024}
+            self.host["activations"] += times * sum(sizes.values())
+
     def _end_autocast(self) -> None:
         for store in self.cached:
             self.release(store)
@@ -398,8 +446,8 @@ class Walk:
     def _list_saved(self) -> None:
         self.saved = [(store, 1) for store in self._standing() if store.refs > 0]
         seen: set[int] = set()
-        for unit, moved in zip(self.program.units, self.moved, strict=True):
-            for op in () if moved else unit.ops:
+        for unit in self.program.units:
+            for op in unit.ops:
                 for store in (*op.made, *op.casts, *op.copies):
                     if store.refs > 0 and id(store) not in seen:
                         seen.add(id(store))
@@ -411,10 +459,11 @@ class Walk:
 
     # weights that are whole only while they're used
 
-    def _weights(self, unit: Unit) -> int:
+    def _weights(self, *units: Unit) -> int:
+        """Whole weights of units; one that two of them use is there once."""
         if not self.streams:
             return 0
-        counts = {name: count for op in unit.ops for name, count in op.params}
+        counts = {name: count for unit in units for op in unit.ops for name, count in op.params}
         return sum(counts.values()) * DTYPE_BYTES[self.recipe.compute_dtype]
 
     def _window(self, unit: Unit) -> int:
@@ -431,19 +480,20 @@ class Walk:
             unit = units[i]
             window = self._window(unit)
             self.take("temporaries", window)
-            self.take("activations", self.moved[i])
             gradients = self.live["gradients"]
-            self._back(unit, i)
+            self._back(unit, i, window)
             self.give("activations", self.extra[i])
             self.take("gradients", (self.live["gradients"] - gradients) * (unit.times - 1))
             self.give("temporaries", window)
         self.whole += self.rooted
         self.rooted.clear()
-        self._scatter()
         self.give("temporaries", self.root)
+        self._scatter()
+        self.give("temporaries", self.sent)
+        self.sent = 0
         self.release(self.program.seed)
 
-    def _back(self, unit: Unit, i: int) -> None:
+    def _back(self, unit: Unit, i: int, window: int) -> None:
         there = not unit.checkpointed
         for n in reversed(range(len(unit.ops))):
             op = unit.ops[n]
@@ -456,7 +506,10 @@ class Walk:
                 if self.recipe.zero_stage >= 2 and unit.label not in _STREAMED:
                     self.rooted += self.whole  # one group with all that isn't in a block: the last to go
                     self.whole.clear()
+                own = window // 2  # freed before its gradients go, the next one's are there
+                self.give("temporaries", own)
                 self._scatter()
+                self.take("temporaries", own)
         if unit.checkpointed:
             for store in (*self._inputs(unit), *self.left):
                 self.release(store)
@@ -481,6 +534,13 @@ class Walk:
         for name, count in params:
             whose = "gradients" if lasting and not self._shared(name) else "temporaries"
             self.take(whose, count * DTYPE_BYTES[op.param_dtype])
+        wide = self._wide(op) if params else 0
+        if wide and self.stays_wide:
+            wide -= params[0][1] * DTYPE_BYTES[op.param_dtype]
+            if lasting:
+                self.take("gradients", wide)
+                wide = 0
+        self.take("temporaries", wide)
         if incoming:
             self.briefly(op.back)
         if self.program.leaf is not None and self.program.leaf in op.outs:
@@ -488,12 +548,31 @@ class Walk:
             incoming = []
         for gradient in incoming:
             self._drop(gradient)
-        for store in op.saves:
+        for store in op.saves if not fetch else ():
             self.release(store)
+        self.give("activations", fetched)
         for x, gradient in made:
             self._deliver(x, gradient)
         for name, count in params:
             self._accumulate(op, name, count)
+        self.give("temporaries", wide)
+
+    def _wide(self, op: Op) -> int:
+        """Bytes of the gradient of an embedding split by vocabulary, which DTensor makes for all of it.
+
+        The rank's rows are cut out where it is reduced, or added to that of a tied head; else at the update.
+        """
+        c = self.config
+        split = self.recipe.tensor_parallel > 1 and isinstance(c, TransformerConfig) and not op.ins
+        if not split or op.params[0][0] != "embed.token.weight":
+            return 0
+        assert isinstance(c, TransformerConfig)
+        return c.vocab * c.hidden * DTYPE_BYTES[op.param_dtype]
+
+    @property
+    def stays_wide(self) -> bool:
+        tied = isinstance(self.config, TransformerConfig) and self.config.tied
+        return self.recipe.tensor_parallel > 1 and not self.scatters and not tied
 
     def _gradient(self, size: int) -> Gradient:
         self.take("temporaries", size)
@@ -534,6 +613,8 @@ class Walk:
             self.tied = 0
         if self.scatters:
             self.whole.append((size, count))
+            if self.recipe.zero_stage < 2:
+                self._scatter()
         elif self.have_gradients:
             self.give("temporaries", size)
 
@@ -544,11 +625,12 @@ class Walk:
 
     def _scatter(self) -> None:
         """ZeRO-2 and 3: each GPU keeps its part of a block's gradients; offload: none."""
-        if self.recipe.zero_stage >= 2:
+        if self.recipe.zero_stage >= 2 and self.whole:
             self.now = "reduce-scatter"
-            self.briefly(
-                sum(size for size, _ in self.whole)
-            )  # its input: a copy of the block's gradients in one piece
+            self.give("temporaries", self.sent)
+            # its input: a copy of the block's gradients in one piece
+            self.sent = sum(size for size, _ in self.whole)
+            self.take("temporaries", self.sent)
         for size, count in self.whole:
             if not self.have_gradients and not self.recipe.offloaded("gradients"):
                 self.take("gradients", self._share(count, 2) * self.gradient_size)
@@ -571,7 +653,7 @@ class Walk:
 
     def _shard(self, spec: Weight) -> tuple[int, ...]:
         """The part of a parameter that this GPU updates: a flat run of values; whole rows for Adafactor."""
-        if self.recipe.zero_stage == 0:
+        if self.recipe.zero_stage <= 1:
             return spec.shape
         if self.recipe.optimizer == "adafactor":
             return (self._share(spec.shape[0], 1), *spec.shape[1:])
@@ -580,7 +662,7 @@ class Walk:
     def _update(self) -> list[Tensor]:
         """The temporaries of `optimizer.step()` at its worst moment."""
         r = self.recipe
-        kinds = [(self._shard(kind), n) for kind, n in self.holding.kinds if kind.trained]
+        kinds = [(self._shard(kind), n) for kind, n in self.own.kinds if kind.trained]
         values = sum(n * math.prod(shape) for shape, n in kinds)
         found = []
 
@@ -599,7 +681,7 @@ class Walk:
             if r.optimizer_impl == "foreach":
                 add(name, values, f"{why}, of all parameters at once")
             elif r.optimizer_impl == "for-loop":
-                counts = (0, *(math.prod(self._shard(spec)) for spec in self.specs))
+                counts = (0, *(math.prod(self._shard(spec)) for spec in self.own.trained))
                 worst = max(before + 2 * now for before, now in pairwise(counts))
                 add(name, worst, f"{why}: the last parameter's, this one's and its square root")
         elif r.optimizer == "adafactor":
@@ -608,7 +690,7 @@ class Walk:
                 add(name, values, "row times column statistics, of all parameters at once")
             else:
                 worst = means = before = 0
-                for shape in map(self._shard, self.specs):
+                for shape in map(self._shard, self.own.trained):
                     now = math.prod(shape)
                     if len(shape) > 1:
                         means = now // shape[-1] + now // shape[-2]
@@ -646,14 +728,16 @@ class Walk:
             name = _any_block(spec.name)
             if not r.offloaded("gradients"):
                 part = spec.shape if r.zero_stage < 2 else (self._share(spec.count, 2),)
+                if self.stays_wide and name == "embed.token.weight":
+                    part = (self.config.vocab, *part[1:])  # type: ignore[union-attr]
                 count(f"{name}.grad", "gradients", part, r.gradient_dtype, later, "the update needs it")
-            if not r.offloaded("optimizer_states"):
-                for state in self._states(spec):
-                    why = f"{r.optimizer} keeps it from step to step"
-                    count(f"{name} {state.name}", "optimizer_states", state.shape, state.dtype, always, why)
             if r.buckets:
                 why = "DistributedDataParallel's buckets, where gradients are reduced"
                 count(f"{name}.grad in its bucket", "gradients", spec.shape, r.gradient_dtype, always, why)
+        for spec in self.own.trained if not r.offloaded("optimizer_states") else ():
+            name, why = _any_block(spec.name), f"{r.optimizer} keeps it from step to step"
+            for state in self._states(spec):
+                count(f"{name} {state.name}", "optimizer_states", state.shape, state.dtype, always, why)
         for buffer in self.config.buffers():
             name, why = _any_block(buffer.name), "a buffer, not trained"
             count(name, "parameters", buffer.shape, buffer.dtype, always, why)

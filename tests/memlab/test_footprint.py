@@ -256,6 +256,10 @@ def test_zero_shards_one_kind_after_the_other() -> None:
             share: float = 8 if stage >= first else 1
             if name == "gradients" and stage < first:
                 share = 0.5  # DistributedDataParallel's buckets lie beside them
+            if name == "optimizer_states" and stage == 1:
+                embedding = 8 * 50257 * 768  # whole tensors are dealt out: one rank has this, more than 1/8
+                assert embedding <= result.consumers[name] < embedding + 2000
+                continue
             assert result.consumers[name] == pytest.approx(one.consumers[name] / share, rel=1e-3)
 
 
@@ -272,14 +276,41 @@ def test_zero_3_is_near_a_trace_of_fsdp2(world: int, impl: str, traced: float) -
         world_size=world,
         optimizer_impl=impl,
     )
-    assert result.peak_bytes / GIB == pytest.approx(traced, rel=0.03 if world == 8 else 0.10)
+    assert result.peak_bytes / GIB == pytest.approx(traced, rel=0.005)
 
 
 def test_zero_3_where_weights_outweigh_activations() -> None:
-    """Traced once as above: the forward to the byte, the backward 0.2 % lower."""
+    """Traced once as above: the forward to the byte, the backward 0.3 % higher."""
     result = footprint("llama2-7b", precision="bf16", sequence=128, zero_stage=3, world_size=8)
     assert result.phase_peaks()["forward"] == 7_535_670_668
-    assert result.phase_peaks()["backward"] == pytest.approx(9_022_967_188, rel=0.002)
+    assert result.phase_peaks()["backward"] == pytest.approx(9_022_967_188, rel=0.004)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2-7b"])  # a tied head, and one of its own
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"zero_stage": 1},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "tensor_parallel": 2},
+        {"tensor_parallel": 4},
+        {"tensor_parallel": 4, "precision": "amp-bf16"},
+    ],
+)
+def test_ranks_hold_what_torch_gives_them(name: str, fields: dict[str, Any]) -> None:
+    """Where the vocabulary weighs most: whole tensors of ZeRO-1, whole gradients of a split embedding."""
+    config = model(name)
+    assert isinstance(config, TransformerConfig)
+    config = replace(
+        config, layers=3, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn=1024, vocab=8001, context=256
+    )
+    recipe = Recipe(**({"precision": "fp32", "world_size": 4} | fields))
+    formula, trace = footprint(config, recipe, device="cuda"), trace_step(config, recipe, gpu="A100-80GB")
+    workspaces = 2 * (2 * 4096 + 8 * 16) * 1024  # cuBLAS, one for each of autograd's two threads
+    for phase in PHASES:
+        expected = formula.phase_peaks()[phase] + workspaces
+        # where layers have a bias, cuBLASLt's own workspace of 1 MiB; padding of shards
+        assert trace.phase_peaks()[phase] == pytest.approx(expected, rel=0.01, abs=2**20 + 2**14), phase
 
 
 @pytest.mark.parametrize("fields", [{}, {"lora_rank": 4, "lora_targets": "all-linear"}])
