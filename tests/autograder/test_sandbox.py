@@ -247,7 +247,7 @@ print(max(int(p) for p in os.listdir("/proc") if p.isdigit()) < 20)
 for target in (1, os.getppid()):
     try:
         os.kill(target, signal.SIGKILL)
-        os.kill(target, signal.SIGTERM)
+        os.kill(target, signal.SIGSTOP)
     except OSError:
         pass
 for name in ("environ", "mem", "fd"):
