@@ -91,7 +91,8 @@ def stem(name: str) -> str:
 
 
 def is_notebook(path: PurePosixPath) -> bool:
-    return path.suffix.lower() == ".ipynb" and not is_hidden(path)
+    """By its name; browsers add .json or .txt to what they save."""
+    return path.name.lower().endswith((".ipynb", ".ipynb.json", ".ipynb.txt")) and not is_hidden(path)
 
 
 def is_hidden(path: PurePosixPath) -> bool:
@@ -206,6 +207,9 @@ def _in_zip(stream: IO[bytes], limit: int, files: int) -> Iterator[Entry]:
                 continue
             if stat.S_ISLNK(info.external_attr >> 16):
                 yield _faulty(entry, "a link; links aren't followed")
+                continue
+            if info.flag_bits & 1:
+                yield _faulty(entry, "encrypted: it has to be handed in without a password")
                 continue
             try:
                 with archive.open(info) as member:  # the declared size isn't believed

@@ -183,6 +183,18 @@ def test_a_hundred_megabytes_of_output_are_left_out_and_said(tmp_path: Path) -> 
     assert json.loads(found.data)["cells"][4]["source"] == "a = 1"
 
 
+def test_a_password_and_a_suffix_too_many(tmp_path: Path) -> None:
+    content = bytearray(zipped({NOTEBOOK: b"x"}))
+    for mark, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        content[content.find(mark) + at] |= 1
+    (tmp_path / "anna.zip").write_bytes(content)
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / f"{NOTEBOOK}.json").write_bytes(b"b")
+    anna, bert = collect(tmp_path, CHAPTERS)[0]
+    assert "without a password" in anna.notebooks["02_four_consumers"][0].fault
+    assert bert.notebooks["02_four_consumers"][0].data == b"b"
+
+
 # -- what an LMS makes -------------------------------------------------------------------------------------
 
 
