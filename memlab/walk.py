@@ -498,10 +498,16 @@ class Walk:
         for n in reversed(range(len(unit.ops))):
             op = unit.ops[n]
             if op.packs and not there:  # the first saved tensor that is asked for
+                for store in self._inputs(unit) if self.away else ():
+                    if store.refs == 0:
+                        self.hold(store, "activations")
+                    store.refs += 1
                 self._run(unit, i, again=True)
                 self._end_autocast()
+                for store in self._inputs(unit) if self.away else ():
+                    self.release(store)
                 there = True
-            self._back_op(op)
+            self._back_op(op, fetch=self.away and not unit.checkpointed)
             if n % (len(unit.ops) // unit.blocks) == 0:
                 if self.recipe.zero_stage >= 2 and unit.label not in _STREAMED:
                     self.rooted += self.whole  # one group with all that isn't in a block: the last to go
@@ -511,11 +517,14 @@ class Walk:
                 self._scatter()
                 self.take("temporaries", own)
         if unit.checkpointed:
-            for store in (*self._inputs(unit), *self.left):
+            for store in (*(self._inputs(unit) if not self.away else ()), *self.left):
                 self.release(store)
             self.left.clear()
 
-    def _back_op(self, op: Op) -> None:
+    def _back_op(self, op: Op, fetch: bool = False) -> None:
+        """`fetch`: what it saved comes back from the host for as long as it runs."""
+        fetched = sum({id(store): store.bytes for store in op.saves}.values()) if fetch else 0
+        self.take("activations", fetched)
         incoming = [self.pending.pop(out.key) for out in op.outs if out.key in self.pending]
         self.now = f"backward of {op.name}"
         made: list[tuple[Value, Gradient]] = []

@@ -355,6 +355,28 @@ def test_offload_moves_bytes_out() -> None:
     }
 
 
+#: cuBLAS's on Hopper, two threads: the trace has them, the formula adds none.
+WORKSPACES = 64 * 2**20
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "every-2", "selective"])
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2"])
+def test_offloaded_activations_are_a_traces(name: str, checkpointing: str) -> None:
+    """Saved tensors leave and come back one by one; selective checkpointing's cache never leaves."""
+    config = replace(model(name), layers=3, vocab=512)
+    recipe = Recipe(
+        precision="bf16", micro_batch=8, sequence=512, checkpointing=checkpointing,
+        offload=("activations:cpu", "gradients:cpu", "optimizer_states:cpu"),
+    )  # fmt: skip
+    found = footprint(config, recipe, gpu="H200")
+    trace = trace_step(config, recipe, gpu="H200")
+    for phase in ("forward", "backward"):
+        peak = trace.phase_peaks()[phase]
+        assert found.phases[phase]["total"] == pytest.approx(peak - WORKSPACES, rel=0.005, abs=2**22), phase
+    alone = footprint(config, recipe.replace(offload=recipe.offload[1:]), gpu="H200")
+    assert found.peak_bytes < alone.peak_bytes
+
+
 # shown and refused
 
 
