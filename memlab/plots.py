@@ -226,6 +226,11 @@ def consumers(
         ax = figure.subplots()
         right = extent / scale if capacity is None or off_scale else 1.05 * capacity / scale
         labels, character = _labels(rows, 22)
+        notes = {}
+        for label, total in totals.items():
+            over = capacity is not None and total > capacity
+            notes[label] = _in(total, scale, unit) + (" doesn't fit" if over else "")
+            right = max(right, total / scale / (1 - character * (len(notes[label]) + 1.5)))
         for y, (label, row) in enumerate(rows.items()):
             left = 0.0
             for name in units.CONSUMERS:
@@ -241,10 +246,8 @@ def consumers(
                     )  # fmt: skip
                 left += width
             over = capacity is not None and totals[label] > capacity
-            note = _in(totals[label], scale, unit) + (" doesn't fit" if over else "")
-            right = max(right, left / (1 - character * (len(note) + 1.5)))
             ax.text(
-                left + extent / scale * 0.01, y, note, va="center", fontsize=10.5, fontweight="bold",
+                left + extent / scale * 0.01, y, notes[label], va="center", fontsize=10.5, fontweight="bold",
                 color=LIMIT if over else INK, zorder=4,  # above the line of the capacity
                 bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8},
             )  # fmt: skip
@@ -347,23 +350,23 @@ def waterfall(
         ax = figure.subplots()
         end = len(steps) + 1
         pad = extent / scale * 0.012
+        above: dict[str, Any] = {  # the line of the capacity
+            "zorder": 4, "bbox": {"facecolor": "white", "linewidth": 0, "pad": 0.8},
+        }  # fmt: skip
         for y, amount in ((0, start[1]), (end, level)):
             ax.barh(y, amount / scale, height=0.66, color=_TOTAL)
             ax.text(
-                amount / scale + pad,
-                y,
-                units.format_bytes(amount),
-                va="center",
-                fontsize=10.5,
-                fontweight="bold",
-            )
+                amount / scale + pad, y, _in(amount, scale, unit), va="center", fontsize=10.5,
+                fontweight="bold", **above,
+            )  # fmt: skip
         for y, (_, before, after) in enumerate(steps, start=1):
             low, high = min(before, after) / scale, max(before, after) / scale
             ax.barh(y, high - low, left=low, height=0.66, color=_LESS if after < before else _MORE)
             sign = "−" if after < before else "+" if after > before else "±"
             ax.text(
-                high + pad, y, f"{sign}{_in(abs(after - before), scale, unit)}", va="center", fontsize=10.5
-            )
+                high + pad, y, f"{sign}{_in(abs(after - before), scale, unit)}", va="center", fontsize=10.5,
+                **above,
+            )  # fmt: skip
             ax.plot([before / scale] * 2, [y - 0.67, y - 0.33], color=FAINT, linewidth=0.8)
         ax.plot([level / scale] * 2, [end - 0.67, end - 0.33], color=FAINT, linewidth=0.8)
         outcome = "in all" if any(after > before for _, before, after in steps) else "left"

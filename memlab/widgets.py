@@ -674,7 +674,8 @@ def _seven_view(now: Choices, before: Choices | None = None) -> View:
         last = step.peak_bytes
     note = "Closed forms: live tensors of one card; context and cache come on top."
     if before is not None:
-        was = [footprint.footprint(before["model"], r).peak_bytes for r in _seven_recipes(before).values()]
+        earlier = _seven_recipes(before).values()
+        was = [footprint.footprint(before["model"], r, before["gpu"]).peak_bytes for r in earlier]
         note = f"After all seven: {units.format_bytes(was[-1])} → {units.format_bytes(last or 0)}. {note}"
     names = list(peaks)
     changes = [(b, peaks[b] - peaks[a]) for a, b in itertools.pairwise(names)]

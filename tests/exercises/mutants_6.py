@@ -65,6 +65,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("(x / 255) ** 4", "x / 255"),
         ],
         "signed values as if positive": [("if signed:\n        codes = share.abs().sqrt().copysign(share)", "if signed:\n        codes = share.abs().sqrt()")],
+        "a slice of padded codes": [("codes.flatten()[: len(x)].to(torch.uint8)", "codes.to(torch.uint8).flatten()[: len(x)]")],
         "codes of 16 bits": [(".to(torch.uint8)", ".to(torch.int16)")],
         "the moments also in fp32": [("del root", "del root\n            self.kept = getattr(self, 'kept', {}) | {i: (m, v)}")],
         "moments in bf16": [
@@ -83,10 +84,10 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "6.6": {
         "the first that fits": [("if cost < least and", "if best is None and")],
         "no budget": [("and memlab.compute(model, recipe, card).peak_bytes <= 0.9 * budget", "")],
+        "no room left": [("<= 0.9 * budget", "<= budget")],
         "states alone": [("memlab.compute(model, recipe, card).peak_bytes", "8 * model.parameter_count / cards")],
         "always checkpoints": [('for checkpointing in ("none", "full")', 'for checkpointing in ("full",)')],
         "never on the host": [('for offload in ((), ("optimizer_states:cpu",))', "for offload in ((),)")],
-        "always on the host": [('for offload in ((), ("optimizer_states:cpu",))', 'for offload in (("optimizer_states:cpu",),)')],
         "micro-batch 1": [("for micro_batch in (1, 2, 4, 8, 16, 32, 64)", "for micro_batch in (1,)")],
         "never None": [("return best", "return best or recipe")],
         "recomputation is free": [('(8 if recipe.checkpointing == "full" else 6)', "6")],
