@@ -170,8 +170,7 @@ def _fill(
 
 
 def _find(listed: Roster, member: Member) -> list[Person]:
-    participant = f"Participant {member.moodle}" if member.moodle else ""
-    return listed.find(*filter(None, (participant, member.canvas, member.id, member.email, member.name)))
+    return listed.match(member.moodle, member.canvas, member.id, member.email, member.name)
 
 
 def _canvas_column(names: Sequence[str], chapter: str, column: str | None) -> str:

@@ -51,6 +51,19 @@ class Roster:
     people: list[Person]
     said: list[str]
 
+    def match(self, moodle: str, canvas: str, *names: str) -> list[Person]:
+        """The people that a submission can be of, by the LMS's number and by names.
+
+        Moodle's number is unmistakable. Canvas's may be another student's number elsewhere: it decides
+        between namesakes, and against a name it leaves both in question.
+        """
+        if moodle and (found := self.find(f"Participant {moodle}")):
+            return found
+        by_name = self.find(*filter(None, names))
+        by_number = self.find(canvas) if canvas else []
+        both = [person for person in by_name if person in by_number]
+        return both or by_name + [person for person in by_number if person not in by_name]
+
     def find(self, *names: str) -> list[Person]:
         """The people that the first telling one of these names fits: one, none, or several."""
         for name in names:

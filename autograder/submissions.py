@@ -387,8 +387,7 @@ def _by_roster(students: list[Student], roster: Roster) -> list[Student]:
     found: dict[str, Student] = {}
     strangers: list[Student] = []
     for student in students:
-        participant = f"Participant {student.moodle}" if student.moodle else ""
-        people = roster.find(*filter(None, (participant, student.canvas, student.name, student.id)))
+        people = roster.match(student.moodle, student.canvas, student.name, student.id)
         if len(people) == 1:
             _merge(found, people[0], student)
             continue

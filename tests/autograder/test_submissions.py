@@ -337,6 +337,14 @@ def test_students_are_known_by_whatever_their_row_holds(tmp_path: Path) -> None:
     assert "isn't in the roster" in students["Eve"].doubts[0] and said == []
 
 
+def test_numbers_decide_between_namesakes_and_never_against_a_name(tmp_path: Path) -> None:
+    listed = roster(tmp_path, "id,name\n11,Anna Ek\n12,Bo Li\n13,Bo Li\n")
+    assert [p.id for p in listed.match("", "13", "libo")] == ["13"]
+    assert [p.id for p in listed.match("", "99", "ekanna")] == ["11"]
+    assert [p.id for p in listed.match("", "12", "ekanna")] == ["11", "12"]  # a person has to look
+    assert [p.id for p in listed.match("", "12", "somebody")] == ["12"]
+
+
 def test_a_moodle_worksheet_is_a_roster_with_times(tmp_path: Path) -> None:
     listed = roster(
         tmp_path,
