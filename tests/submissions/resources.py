@@ -151,7 +151,7 @@ def memory_of_tensors(hand: Hand) -> None:
     )
 
 
-@case(LOST)
+@case(LOST, short=True)
 def os_exit(hand: Hand) -> None:
     """The process ends itself."""
     hand.code("1.2", "import os; os._exit(0)")
@@ -260,7 +260,7 @@ def floods_lines(hand: Hand) -> None:
     hand.cell("for n in range(1_000_000): print('line', n)", after="1.1")
 
 
-@case(HARMLESS, short=True)
+@case(HARMLESS)
 def floods_bytes(hand: Hand) -> None:
     """100 MB in 100 lines."""
     hand.cell("for n in range(100): print('x' * 1_000_000)", after="1.1")
