@@ -115,7 +115,9 @@ def _recipe_options() -> list[inspect.Parameter]:
         help_text = field.metadata["help"]
         if field.default not in ("", None, ()):
             help_text += f" [{str(field.default).lower()}]"
+        names = ("--sequence", "--seq") if field.name == "sequence" else ()
         option = typer.Option(
+            *names,
             help=help_text,
             metavar=metavar,
             show_default=False,
@@ -291,7 +293,9 @@ def plan(
     count: Annotated[int, typer.Option(help="cards in all", metavar="N")] = 1,
     seq: Annotated[
         int | None,
-        typer.Option("--seq", help="tokens [the model's context]", metavar="N", show_default=False),
+        typer.Option(
+            "--sequence", "--seq", help="tokens [the model's context]", metavar="N", show_default=False
+        ),
     ] = None,
     effective_batch: Annotated[
         int | None,
@@ -340,7 +344,7 @@ def plan(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Find the cheapest recipe that fits, and what each lever brings.
+    """Find the cheapest recipe that fits, and what each lever brings. Exit code 1: nothing does.
 
     Example:
 
@@ -394,6 +398,8 @@ def plan(
         _print("\n".join(["", *(f"wrote {path}" for path in paths), exported.command]))
         for note in exported.notes:
             _print(textwrap.fill(f"note: {note}", 100))
+    if best is None:
+        raise typer.Exit(1)
 
 
 def _plan_built(

@@ -101,8 +101,10 @@ class Assumptions:
             f"{self.mfu:.0%} of the card's dense peak (mfu); parts are added, nothing overlaps",
             f"{self.gpus_per_node} GPUs a machine, joined by {_speed(self.intra_link)}; "
             f"machines by {_speed(self.inter_link)} a GPU",
-            f"host over {_speed(self.host_link)} a GPU; a machine's memory {_speed(self.host_memory)}, "
-            f"one {_speed(self.nvme_link)}",
+            f"host over {_speed(self.host_link)} a GPU; a machine's memory {_speed(self.host_memory)}, by "
+            f"the card's kind; one {_speed(self.nvme_link)}",
+            f"ways within {COST_DOUBT:.0%} of each other count as equal: mfu isn't the same for all, and "
+            "some of the traffic overlaps with compute",
             f"{self.launch * 1e6:g} us a kernel at least",
         ]
 
@@ -227,30 +229,55 @@ class Step:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """What traces said: `best` runs; `tried` are (candidate, traced peak or None: out of memory)."""
+    """What traces said: `best` runs; `tried` are (candidate, traced peak or None: out of memory).
+
+    reasons: why each was traced. left: ways that fit by closed form and weren't traced.
+    """
 
     best: Candidate | None
     tried: tuple[tuple[Candidate, int | None], ...]
+    reasons: tuple[str, ...] = ()
+    left: int = 0
 
     def render(self, width: int = 100) -> str:
-        """What was traced, and what it says, in lines of at most `width` columns."""
-        lines = [_rank_row("traced on the virtual card", "formula GB", "trace GB", "", width)]
-        for candidate, peak in self.tried:
-            first, *rest = _wrap(brief(candidate.recipe), width - 33)
-            said = "no memory" if peak is None else f"{peak / GB:.2f}"
-            verdict = "runs" if peak is not None else ""
-            lines.append(_rank_row("  " + first, f"{candidate.peak_bytes / GB:.2f}", said, verdict, width))
-            lines += ["      " + more for more in rest]
+        """The headline, then what was traced, fastest first, in lines of at most `width` columns."""
+        count = f"{len(self.tried)} trace{'s' * (len(self.tried) != 1)}"
         if self.best is None:
-            lines.append("none of the candidates runs: the closed form was too hopeful; raise the margin")
+            rest = f"; {self.left} more ways weren't traced" * (self.left > 0)
+            lines = _wrap(f"nothing confirmed fits: {count}, each out of memory{rest}", width)
+        else:
+            peak = next(peak for candidate, peak in self.tried if candidate is self.best) or 0
+            lines = _wrap(
+                f"confirmed by {count}: {brief(self.best.recipe)}; traced peak {format_gb(peak)}, "
+                f"{_seconds(self.best.seconds)} a batch", width,
+            )  # fmt: skip
+            if self.best.numerics:
+                lines += _wrap("changes training: " + "; ".join(self.best.numerics), width)
+        lines.append(f"{'traced on the virtual card':<{width - 40}}"
+                     f"{'formula GB':>12}{'trace GB':>10}{'a batch':>10}{'':>8}".rstrip())  # fmt: skip
+        rows = zip(self.tried, self.reasons or ("",) * len(self.tried), strict=True)
+        for (candidate, traced), reason in sorted(rows, key=lambda row: row[0][0].seconds):
+            first, *rest_of_it = _wrap(brief(candidate.recipe), width - 43)
+            said = "no memory" if traced is None else f"{traced / GB:.2f}"
+            numbers = f"{candidate.peak_bytes / GB:>12.2f}{said:>10}{_seconds(candidate.seconds):>10}"
+            lines.append(
+                f"{'  ' + first:<{width - 40}}{numbers}{'runs' if traced is not None else '':>8}".rstrip()
+            )
+            lines += ["      " + more for more in (*rest_of_it, f"({reason})" if reason else "") if more]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "best": self.best.to_dict() if self.best else None,
+            "not_traced": self.left,
             "tried": [
-                {"recipe": c.recipe.to_dict(), "formula_bytes": c.peak_bytes, "traced_bytes": peak}
-                for c, peak in self.tried
+                {
+                    "recipe": c.recipe.to_dict(),
+                    "formula_bytes": c.peak_bytes,
+                    "traced_bytes": peak,
+                    "why": why,
+                }
+                for (c, peak), why in zip(self.tried, self.reasons, strict=True)
             ],
         }
 
@@ -313,24 +340,43 @@ class Plan:
         """Bytes for a trace on the card (`trace_step(limit=...)`): less where the context is assumed."""
         return None if self.gpu.context_bytes is not None else self.capacity - ASSUMED_CONTEXT
 
-    def confirm(self, trace: Callable[[Recipe], int | None]) -> Confirmed:
-        """Let a trace decide: from the cheapest recipe that may fit to the first that runs.
+    def confirm(self, trace: Callable[[Recipe], int | None], most: int = 8) -> Confirmed:
+        """Let at most `most` traces decide, and one for the recipe below the winner.
 
-        trace(recipe): the traced peak in bytes, or None where the card's memory ended. It is asked about the
-        `tight` recipes and the candidates in order, then about the next cheaper one, which must not run.
+        trace(recipe): the traced peak in bytes, or None where the card's memory ended. Half of the traces go
+        to the cheapest of the `tight` recipes and the candidates, then to the largest margins of all that is
+        left, alternatives too, until one runs. Where the first one runs, the next cheaper recipe is traced to
+        show that it doesn't; where adapters were allowed, so is the cheapest way with them, if it is faster.
         """
         tried: list[tuple[Candidate, int | None]] = []
-        for candidate in sorted([*self.tight, *self.candidates], key=lambda c: c.seconds):
+        reasons: list[str] = []
+        ranked = sorted([*self.tight, *self.candidates], key=lambda c: c.seconds)
+        left = [*ranked, *self.alternatives]
+        winner: Candidate | None = None
+        while left and winner is None and len(tried) < most:
+            early = len(tried) < max(most // 2, 1) and any(c in ranked for c in left)
+            candidate = left[0] if early else max(left, key=lambda c: c.margin_bytes)
+            left.remove(candidate)
             peak = trace(candidate.recipe)
             tried.append((candidate, peak))
-            if peak is not None:
-                break
-        if not tried or tried[-1][1] is None:
-            return Confirmed(None, tuple(tried))
-        winner = tried[-1][0]
+            if not early:
+                reasons.append("of those left, the largest margin")
+            elif candidate in self.tight:
+                reasons.append("faster than what surely fits, too close for a closed form")
+            else:
+                reasons.append("the fastest left that fits by closed form")
+            winner = candidate if peak is not None else None
+        if winner is None:
+            return Confirmed(None, tuple(tried), tuple(reasons), len(left))
         if len(tried) == 1 and self.next_cheaper and self.next_cheaper.seconds <= winner.seconds:
             tried.insert(0, (self.next_cheaper, trace(self.next_cheaper.recipe)))
-        return Confirmed(winner, tuple(tried))
+            reasons.insert(0, "the next faster recipe, which shouldn't run")
+        if winner.recipe.lora_rank is None:
+            adapters = [c for c in left if c.recipe.lora_rank is not None and c.seconds < winner.seconds]
+            for candidate in adapters[:1]:
+                tried.insert(0, (candidate, trace(candidate.recipe)))
+                reasons.insert(0, "adapters: faster, another training")
+        return Confirmed(winner, tuple(tried), tuple(reasons), len(left))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; sizes are integers in bytes."""
@@ -386,6 +432,10 @@ ASSUMED_CONTEXT = 512 * 2**20
 FORMULA_RESIDUAL = 0.01
 ALLOCATOR_RESIDUAL = 0.015
 
+#: Seconds closer than this are no difference: published mfu of one kind of card differs by more (PaLM,
+#: arXiv:2204.02311, table 3), and no part is known to be hidden behind another.
+COST_DOUBT = 0.10
+
 #: Ways listed of the least change of numerics, and of each further one.
 _WAYS, _MORE_WAYS = 8, 4
 
@@ -437,6 +487,10 @@ def plan(
     ).plan()  # fmt: skip
 
 
+#: Memory of cards for desktops (GeForce); the others stand in servers.
+_DESKTOP = ("GDDR6X", "GDDR7")
+
+
 def _assume(card: GPU, intra: str | Link | None, inter: str | Link | None, mfu: float) -> Assumptions:
     def named(link: str | Link) -> Link:
         networks = {network.name.lower(): network for network in NETWORKS.values()}
@@ -449,7 +503,7 @@ def _assume(card: GPU, intra: str | Link | None, inter: str | Link | None, mfu: 
         inter_link=named(inter) if inter else NETWORKS[card.host_link],
         host_link=hardware.link(card.host_link),
         nvme_link=hardware.link("NVMe"),
-        host_memory=hardware.link("DDR5-server"),
+        host_memory=hardware.link("DDR5-desktop" if card.memory_kind in _DESKTOP else "DDR5-server"),
     )
 
 
@@ -1687,6 +1741,12 @@ _SHORT = {
 }  # fmt: skip
 
 
+def _machinery(recipe: Recipe) -> float:
+    """How much has to be set up and can go wrong: tensor parallelism rewrites layers, sharding wraps them."""
+    sharding = 1.0 if recipe.zero_stage >= 2 else 0.5 * (recipe.zero_stage == 1)
+    return 3 * (recipe.tensor_parallel > 1) + len(recipe.offload) + sharding
+
+
 def _wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False)
 
@@ -1719,13 +1779,20 @@ def _page(plan: Plan, width: int) -> list[str]:
 
     lines.append("")
     if plan.best is not None:
-        lines += wrapped(f"best of {plan.searched:,} recipes: {brief(plan.best.recipe)}")
+        lines += wrapped(f"best of {plan.searched:,} recipes by closed form: {brief(plan.best.recipe)}")
         parts = ", ".join(f"{name} {_seconds(value)}" for name, value in plan.best.cost.seconds.items())
         lines += wrapped(
             f"peak {format_gb(plan.best.peak_bytes)} in {plan.best.peak_phase}, "
             f"{format_gb(plan.best.margin_bytes)} left beyond the uncertainty; "
             f"{_seconds(plan.best.seconds)} a batch: {parts}", "  ",
         )  # fmt: skip
+        for c in sorted(plan.candidates[1:], key=lambda c: _machinery(c.recipe))[:1]:
+            near = c.seconds <= plan.best.seconds * (1 + COST_DOUBT)
+            if near and _machinery(c.recipe) < _machinery(plan.best.recipe):
+                lines += wrapped(
+                    f"as fast within {COST_DOUBT:.0%} and simpler: {brief(c.recipe)}, {_seconds(c.seconds)} "
+                    f"a batch, peak {format_gb(c.peak_bytes)}", "  ",
+                )  # fmt: skip
         if plan.best.numerics:
             lines += wrapped("changes training: " + "; ".join(plan.best.numerics), "  ")
         if plan.best.host_bytes or plan.best.nvme_bytes:

@@ -324,15 +324,34 @@ def test_confirm_takes_the_first_that_runs():
     assert sure.best is not None and sure.best.recipe == asked[1]
     assert [peak for _, peak in sure.tried] == [None, 1]
     nothing = found.confirm(lambda recipe: None)
-    assert nothing.best is None and "none of the candidates runs" in nothing.render()
+    assert nothing.best is None and nothing.render().startswith("nothing confirmed fits: ")
+    assert len(nothing.tried) <= 8 and "--" not in nothing.render()
     assert max(map(len, sure.render().splitlines())) <= 100
+
+
+def test_confirm_goes_on_to_the_largest_margins_and_says_why():
+    found = plan("gpt2", small_card(3), effective_batch=8, allow={"lora_rank": (None, 16)})
+    widest = max([*found.candidates, *found.alternatives], key=lambda c: c.margin_bytes)
+    sure = found.confirm(lambda recipe: 1 if recipe == widest.recipe else None)
+    assert sure.best is not None and sure.best.recipe == widest.recipe
+    assert len(sure.reasons) == len(sure.tried) and all(sure.reasons)
+    assert all(f"({why})"[:20] in sure.render() for why in sure.reasons)
+    lines = sure.render().splitlines()
+    assert lines[0].startswith("confirmed by ") and sum(line.endswith("runs") for line in lines) == 1
+
+
+def test_the_machine_follows_the_card_and_equals_are_named():
+    desktop = plan("gpt2", "RTX-4090").assumptions
+    assert desktop.host_memory.name == "DDR5-desktop" and A100.memory_kind == "HBM2e"
+    assert plan("gpt2", A100).assumptions.host_memory.name == "DDR5-server"
+    assert any("count as equal" in line for line in desktop.lines())
 
 
 @pytest.mark.parametrize(
     ("model", "gib", "count", "batch", "start"),
     [
-        ("gpt2", 3.2, 1, 8, None),
-        ("gpt2", 2.6, 4, 32, None),
+        pytest.param("gpt2", 3.2, 1, 8, None, marks=pytest.mark.long),
+        pytest.param("gpt2", 2.6, 4, 32, None, marks=pytest.mark.long),
         ("bert-base", 1.7, 2, 32, Recipe(precision="bf16", sequence=512, world_size=2)),
         ("resnet50", 1.9, 1, 32, None),
     ],
@@ -385,10 +404,15 @@ def test_command(run, tmp_path):
 
 
 def test_command_traces_the_winner(run):
-    code, out, err = run("plan", "smollm2-135m", "--gpu", "T4", "--seq", 128)
+    code, out, err = run("plan", "gpt2", "--gpu", "T4", "--seq", 64)
     assert code == 0 and "traced on the virtual card" in out and "runs" in out
     assert err.startswith("tracing ")
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_command_says_that_nothing_fits(run):
+    code, out, _ = run("plan", "gpt3-175b", "--gpu", "T4", "--no-trace")
+    assert code == 1 and "recipes fits" in out
 
 
 @pytest.mark.parametrize(
@@ -397,6 +421,7 @@ def test_command_traces_the_winner(run):
         (("plan", "gpt2"), "--gpu"),
         (("plan", "gpt2", "--gpu", "T4", "--export", "megatron"), "unknown engine 'megatron'"),
         (("plan", "gpt2", "--gpu", "T4", "--host-memory", "much"), "can't read 'much' as a size"),
+        (("plan", "gpt2", "--gpu", "T4", "--sequence", "0", "--no-trace"), "sequence"),
         (("plan", "gpt3-175b", "--gpu", "T4", "--export", "fsdp2", "--no-trace"), "nothing to export"),
     ],
 )
