@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import os
 import re
@@ -27,6 +28,12 @@ c.CourseDirectory.course_id = "memlab"
 c.CourseDirectory.db_url = "sqlite:///../gradebook.db"
 c.HTMLExporter.sanitize_html = True
 """
+
+
+_TABLES = {
+    "alembic_version", "student", "course", "assignment", "notebook", "submitted_assignment", "base_cell",
+    "source_cell", "submitted_notebook", "grade_cells", "solution_cells", "task_cells", "grade", "comment",
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4)
@@ -70,7 +77,12 @@ def prepare(out: Path, built: Iterable[build.Built]) -> None:
     if gradebook.exists():
         try:
             with contextlib.closing(sqlite3.connect(gradebook)) as connection:
-                connection.execute("select count(*) from assignment")
+                found = {
+                    name
+                    for (name,) in connection.execute("select name from sqlite_master where type = 'table'")
+                }
+                if not found <= _TABLES:  # a gradebook that a kill left half made is finished below
+                    connection.execute("select count(*) from assignment")
         except sqlite3.Error as error:
             raise CourseError(
                 f"{gradebook} can't be used ({error}): put back a copy, or move it away and points "
@@ -80,13 +92,21 @@ def prepare(out: Path, built: Iterable[build.Built]) -> None:
         name = item.chapter.name
         path = out / "course" / "source" / name / f"{name}.ipynb"
         text = build.to_text(item.source)
-        if path.exists() and path.read_text("utf-8") == text and gradebook.exists():
+        # written last of all: after a kill in between the gradebook doesn't know the chapter yet
+        released = out / "course" / f".{name}.released"
+        stamp = hashlib.sha256(text.encode()).hexdigest()
+        if (
+            gradebook.exists()
+            and path.exists()
+            and released.exists()
+            and released.read_text("utf-8") == stamp
+        ):
             continue
         write_atomically(path, text)
         result = api(out).generate_assignment(name, force=True, create=True)
         if not result["success"]:
-            path.unlink(missing_ok=True)
             raise CourseError(f"nbgrader can't release {name}: {why(result)}")
+        write_atomically(released, stamp)
 
 
 def take_over(out: Path, job: Job, outcome: Outcome) -> str:
