@@ -341,12 +341,12 @@ class Plan:
         return None if self.gpu.context_bytes is not None else self.capacity - ASSUMED_CONTEXT
 
     def confirm(self, trace: Callable[[Recipe], int | None], most: int = 8) -> Confirmed:
-        """Let at most `most` traces decide, and one for the recipe below the winner.
+        """Let at most `most` traces decide; a few more show what lies below the winner.
 
         trace(recipe): the traced peak in bytes, or None where the card's memory ended. Half of the traces go
         to the cheapest of the `tight` recipes and the candidates, then to the largest margins of all that is
         left, alternatives too, until one runs. Where the first one runs, the next cheaper recipe is traced to
-        show that it doesn't; where adapters were allowed, so is the cheapest way with them, if it is faster.
+        show that it doesn't; where adapters were allowed, so are up to three faster ways with them.
         """
         tried: list[tuple[Candidate, int | None]] = []
         reasons: list[str] = []
@@ -373,9 +373,16 @@ class Plan:
             reasons.insert(0, "the next faster recipe, which shouldn't run")
         if winner.recipe.lora_rank is None:
             adapters = [c for c in left if c.recipe.lora_rank is not None and c.seconds < winner.seconds]
-            for candidate in adapters[:1]:
-                tried.insert(0, (candidate, trace(candidate.recipe)))
-                reasons.insert(0, "adapters: faster, another training")
+            fastest = min(adapters, key=lambda c: c.seconds, default=None)
+            widest = sorted(adapters, key=lambda c: (c is not fastest, -c.margin_bytes))
+            for candidate in widest[:3]:
+                peak = trace(candidate.recipe)
+                tried.insert(0, (candidate, peak))
+                faster = "the fastest" if candidate is fastest else "of the faster ones, the largest margin"
+                reasons.insert(0, f"adapters, which are another training: {faster}")
+                left.remove(candidate)
+                if peak is not None:
+                    break
         return Confirmed(winner, tuple(tried), tuple(reasons), len(left))
 
     def to_dict(self) -> dict[str, Any]:
@@ -1810,7 +1817,7 @@ def _page(plan: Plan, width: int) -> list[str]:
         lines += [line for c in plan.candidates for line in _ranked(c, width)]
     if plan.alternatives:
         lines += ["", _rank_row("ways that also change training", "peak GB", "left GB", "a batch", width)]
-        for c in plan.alternatives:
+        for c in sorted(plan.alternatives, key=lambda c: c.seconds):
             lines += [*_ranked(c, width), *wrapped("; ".join(c.numerics), "      ")]
     if plan.tight:
         lines += [

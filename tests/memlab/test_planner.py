@@ -337,6 +337,11 @@ def test_confirm_goes_on_to_the_largest_margins_and_says_why():
     assert len(sure.reasons) == len(sure.tried) and all(sure.reasons)
     assert all(f"({why})"[:20] in sure.render() for why in sure.reasons)
     lines = sure.render().splitlines()
+    full = found.confirm(lambda recipe: 1 if recipe.lora_rank is None else None)
+    assert full.best is not None and full.best.recipe.lora_rank is None
+    assert any("adapters" in why for why in full.reasons) == any(
+        c.seconds < full.best.seconds for c in found.alternatives
+    )
     assert lines[0].startswith("confirmed by ") and sum(line.endswith("runs") for line in lines) == 1
 
 
