@@ -2,7 +2,7 @@
 #
 #   make course   set up, run all chapters -> build/course/index.html
 #   make test     set up, lint, types, tests
-#   make stress   the grader under load: hostile class, kills, many submissions, fuzzing (hours)
+#   make stress   the grader under load: hostile class, kills, many submissions, fuzzing; long tests (hours)
 #   make lab      set up, open JupyterLab on the student notebooks
 #   make setup    the environment alone, in .venv
 #   make release  generate notebooks/ from solutions/
@@ -33,6 +33,7 @@ test: setup
 
 stress: setup
 	nice $(BIN)/python -m pytest -s tests/stress/fuzz_doctor.py tests/stress/hostile_class.py tests/stress/killed.py tests/stress/many.py
+	nice $(BIN)/python -m pytest -m long tests/memlab
 
 lab: setup
 	$(BIN)/jupyter lab --notebook-dir=notebooks

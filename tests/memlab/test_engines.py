@@ -58,7 +58,9 @@ def launch(folder, tiny, recipe):
     ("recipe", "shards"),
     [
         (FSDP.replace(world_size=2, checkpointing="full", accumulation=2), True),
-        (HOSTED.replace(world_size=2, zero_stage=2, accumulation=1), True),
+        pytest.param(
+            HOSTED.replace(world_size=2, zero_stage=2, accumulation=1), True, marks=pytest.mark.long
+        ),
         (Recipe(world_size=2, accumulation=2, micro_batch=2), False),  # DDP: the twin that must not shard
     ],
     ids=["ZeRO-3", "states on the host", "DDP"],

@@ -224,8 +224,11 @@ def test_formula_trace_and_measurement_are_equal_in_fp32(name: str, fields: dict
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
 def test_formula_is_the_trace_of_known_models(name: str, precision: str, fields: dict[str, Any]) -> None:
-    formula = footprint(name, precision=precision, lora_rank=16, **fields)
-    trace = trace_step(name, precision=precision, lora_rank=16, **fields)
+    config = model(name)
+    assert isinstance(config, TransformerConfig)
+    config = replace(config, layers=4)  # a fifth block is like the fourth
+    formula = footprint(config, precision=precision, lora_rank=16, **fields)
+    trace = trace_step(config, precision=precision, lora_rank=16, **fields)
     for computed, traced in (
         (formula.consumer_peaks(), trace.consumer_peaks()),
         (formula.phase_peaks(), {phase: trace.phase_peaks()[phase] for phase in PHASES}),
@@ -254,7 +257,7 @@ FAMILIES = st.sampled_from(["gpt2", "bert-base", "llama2-70b", "qwen2.5-1.5b"])
 
 
 @settings(
-    deadline=None, max_examples=12, derandomize=True, phases=(Phase.explicit, Phase.generate),
+    deadline=None, max_examples=8, derandomize=True, phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 @given(FAMILIES, recipes())
@@ -332,7 +335,7 @@ def test_published_runs_by_the_plain_api() -> None:
 @pytest.mark.parametrize(
     ("name", "base", "precision", "sequence", "published"),
     [
-        ("smollm2-1.7b", "nf4", "fp32", 2048, 3_508_279_443),
+        pytest.param("smollm2-1.7b", "nf4", "fp32", 2048, 3_508_279_443, marks=pytest.mark.long),
         ("smollm2-1.7b", "full", "fp16", 2048, 5_218_743_878),
     ],
 )
