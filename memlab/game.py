@@ -60,7 +60,7 @@ LEVELS = (
     Level(number=1, model="gpt2-medium", gpu="T4", cards=1, batch=32, sequence=1024, target=0.60),
     Level(number=2, model="gpt2-xl", gpu="RTX-3090", cards=1, batch=32, sequence=1024, target=0.75),
     Level(number=3, model="llama2-7b", gpu="A100-80GB", cards=1, batch=64, sequence=4096, target=0.60),
-    Level(number=4, model="llama2-70b", gpu="A100-80GB", cards=8, batch=1024, sequence=4096, target=0.90),
+    Level(number=4, model="llama2-70b", gpu="A100-80GB", cards=8, batch=1024, sequence=4096, target=0.75),
 )
 
 

@@ -56,8 +56,9 @@ def test_what_isnt_a_move_is_refused_in_one_line(level: int, fields: dict[str, o
 def test_the_twin_tells_recipes_apart() -> None:
     exact = twin_loss("fp32", "adamw")
     assert exact < 0.60 and twin_loss("bf16-master", "adamw") < 0.60
-    assert 0.60 < twin_loss("bf16-master", "adamw-8bit") < 0.75
-    assert 0.60 < twin_loss("bf16", "adamw") < 0.75 < twin_loss("bf16", "adamw-8bit")
+    assert twin_loss("bf16-master", "adamw-8bit") < 0.60
+    for optimizer in ("adamw", "adamw-8bit"):  # some updates are smaller than half a step of the weights
+        assert 0.60 < twin_loss("bf16", optimizer) < 0.75
     assert twin_loss("bf16", "sgd") > 3
 
 
