@@ -55,22 +55,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def fakes() -> dict[str, list[Trace]]:
-    """The trace of every rank of every case, without a group."""
-    return {
-        case: [
-            trace_sharded(TINY[name], Recipe(**recipe), sharding=Sharding(rank=rank))
-            for rank in range(recipe["world_size"])
-        ]
-        for case, (name, recipe) in CASES.items()
-    }
+def fakes(case: str) -> list[Trace]:
+    """The trace of every rank of a case, without a group."""
+    name, recipe = CASES[case]
+    ranks = range(recipe["world_size"])
+    return [trace_sharded(TINY[name], Recipe(**recipe), sharding=Sharding(rank=rank)) for rank in ranks]
 
 
 @gloo
-@pytest.mark.parametrize("world", [2, 4])
-def test_fake_group_equals_gloo(world: int, fakes: dict[str, list[Trace]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_fake_group_equals_gloo(world: int, tmp_path: Path) -> None:
     left = [case for case in CASES if CASES[case][1]["world_size"] == world]
+    faked = {case: fakes(case) for case in left}
     # A thread of gloo may let go of a tensor late; what is allocated, in which order, doesn't depend on it.
     for attempt in range(3):
         folder = tmp_path / str(attempt)
@@ -78,14 +74,14 @@ def test_fake_group_equals_gloo(world: int, fakes: dict[str, list[Trace]], tmp_p
         for case, (reals, losses) in zip(
             list(left), on_gloo(folder, world, [CASES[c] for c in left]), strict=True
         ):
-            for rank, (fake, real) in enumerate(zip(fakes[case], reals, strict=True)):
+            for rank, (fake, real) in enumerate(zip(faked[case], reals, strict=True)):
                 expected = [n for n in events(real) if n > 0]
                 assert [n for n in events(fake) if n > 0] == expected, f"{case}: rank {rank}"
             # They have really trained: a new model's loss is ln 210 = 5.35.
             assert all(4 < loss < 7 for loss in losses), case
-            if all(events(fake) == events(real) for fake, real in zip(fakes[case], reals, strict=True)):
+            if all(events(fake) == events(real) for fake, real in zip(faked[case], reals, strict=True)):
                 left.remove(case)
-            for rank, (fake, real) in enumerate(zip(fakes[case], reals, strict=True)):
+            for rank, (fake, real) in enumerate(zip(faked[case], reals, strict=True)):
                 if case not in left or attempt == 2:
                     assert phases(fake) == phases(real), f"{case}: rank {rank}"
                     assert fake.consumers_at_peak() == real.consumers_at_peak(), f"{case}: rank {rank}"
@@ -231,15 +227,23 @@ def test_master_weights_under_tensor_parallel() -> None:
     assert trace.consumer_peaks()["optimizer_states"] == 6 * parameters + steps
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert-base", "llama2-7b", "llama2-70b"])
+SPLITS: list[tuple[int, int, int, dict[str, Any]]] = [
+    (2, 2, 0, {"precision": "amp-bf16"}),
+    (4, 4, 0, {"precision": "bf16-master", "accumulation": 2, "set_to_none": False}),
+    (8, 8, 0, {"precision": "fp32", "optimizer": "adafactor"}),
+    (2, 4, 3, {"precision": "bf16", "optimizer": "adamw-8bit"}),
+    (8, 16, 2, {"precision": "bf16-master"}),
+]
+#: Each model and each split at least once; `make stress` runs all pairs.
+QUICK = {("gpt2", 0), ("gpt2", 3), ("bert-base", 1), ("llama2-7b", 2), ("llama2-70b", 0), ("llama2-70b", 4)}
+
+
 @pytest.mark.parametrize(
-    ("split", "world", "stage", "fields"),
+    ("name", "split", "world", "stage", "fields"),
     [
-        (2, 2, 0, {"precision": "amp-bf16"}),
-        (4, 4, 0, {"precision": "bf16-master", "accumulation": 2, "set_to_none": False}),
-        (8, 8, 0, {"precision": "fp32", "optimizer": "adafactor"}),
-        (2, 4, 3, {"precision": "bf16", "optimizer": "adamw-8bit"}),
-        (8, 16, 2, {"precision": "bf16-master"}),
+        pytest.param(name, *split, marks=() if (name, i) in QUICK else pytest.mark.long)
+        for name in ("gpt2", "bert-base", "llama2-7b", "llama2-70b")
+        for i, split in enumerate(SPLITS)
     ],
 )
 def test_every_model_under_tensor_parallel(
