@@ -125,9 +125,6 @@ def why_no_bubblewrap() -> str:
     path = shutil.which("bwrap")
     if path is None:
         return "bubblewrap (bwrap) isn't installed"
-    hidden = [folder for folder in _python_folders() if folder.is_relative_to("/tmp")]
-    if hidden:
-        return f"this Python lies in {hidden[0]}, and every submission has a /tmp of its own"
     probe = (
         "import ctypes, os, sys; c = ctypes.CDLL(None, use_errno=True)\n"
         "if c.unshare(0x28020000): sys.exit(os.strerror(ctypes.get_errno()))\n"
@@ -183,8 +180,8 @@ def _isolation(bwrap: str) -> list[str]:
 
 def _visible_system() -> list[str]:
     """System libraries and Python with its packages, read-only, and nothing else of this machine."""
-    command: list[str] = []
-    made: set[Path] = set()
+    command = ["--perms", "1777", "--tmpfs", "/tmp"]  # first, for Python itself may lie in it
+    made = {Path("/tmp")}
     for place in _python_folders():
         for parent in reversed(place.parents[:-1]):
             if parent not in made:  # bubblewrap would make them readable by their owner alone
@@ -201,8 +198,7 @@ def _visible_system() -> list[str]:
     for name in _ETC:
         command += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     command += ["--ro-bind-try", "/sys/devices/system/cpu", "/sys/devices/system/cpu"]
-    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/tmp"]
-    return command
+    return [*command, "--proc", "/proc", "--dev", "/dev"]
 
 
 def _python_folders() -> list[Path]:
@@ -362,6 +358,7 @@ class Sandbox:
             "own_run": f"{_RUNS}/{name}",
             "run": _RUN,
             "all_runs": _RUNS,
+            "python_in_tmp": [str(place) for place in _python_folders() if place.is_relative_to("/tmp")],
             "work": work,
             "limits": self.settings.limits.plain()
             if wrapped

@@ -280,8 +280,13 @@ def _make_world(order: dict[str, Any]) -> None:
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     owner = f"uid={order['uid']},gid={order['uid']}"
     size = order["limits"]["folder"]
+    python = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in order["python_in_tmp"]}
     for folder, mode in (("/tmp", "1777"), ("/dev/shm", "1777"), (order["work"], "0700")):
         _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},mode={mode},{owner}")
+    for place, descriptor in python.items():  # a new /tmp covers a Python that lies there
+        os.makedirs(place, mode=0o755, exist_ok=True)
+        _mount(f"/proc/self/fd/{descriptor}", place, None, _MS_BIND | _MS_REC)
+        os.close(descriptor)
     # of the folders of sockets this kernel sees its own alone
     _mount(order["own_run"], order["run"], None, _MS_BIND)
     _mount("tmpfs", order["all_runs"], "tmpfs", _MS_RDONLY, "size=4k,mode=0755")
