@@ -103,8 +103,6 @@ def grade_folder(
             return run_on_cluster(waiting, scheduler, sandbox, budget)
     else:
         mode = choose(sandbox)
-        if weaker(mode):
-            print(weaker(mode), file=sys.stderr)
 
         def run(waiting: list[Job]) -> Iterator[tuple[Job, Outcome]]:
             return run_jobs(waiting, jobs, Settings(mode), budget)
@@ -120,6 +118,8 @@ def grade_folder(
     built = build.build_all(chapters)
     _make_folders(out)
     lock = _alone(out)
+    if scheduler is None and weaker(mode):
+        print(weaker(mode), file=sys.stderr)
     prepare(out, built)
     tables.remember(out, students, names)
     policies = late.kept(out)

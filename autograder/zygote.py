@@ -284,7 +284,7 @@ def _make_world(order: dict[str, Any]) -> None:
     for folder, mode in (("/tmp", "1777"), ("/dev/shm", "1777"), (order["work"], "0700")):
         _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},mode={mode},{owner}")
     for place, descriptor in python.items():  # a new /tmp covers a Python that lies there
-        os.makedirs(place, mode=0o755, exist_ok=True)
+        Path(place).mkdir(mode=0o755, parents=True, exist_ok=True)
         _mount(f"/proc/self/fd/{descriptor}", place, None, _MS_BIND | _MS_REC)
         os.close(descriptor)
     # of the folders of sockets this kernel sees its own alone

@@ -152,8 +152,9 @@ except OSError as error:
 """
     text = printed(run(sandbox, fill))
     assert text.count("No space left on device") == 3 and "File too large" in text
+    python = {Path(sys.prefix).parts[2]} if Path(sys.prefix).is_relative_to("/tmp") else set()
     look = "import os; import glob; print(os.listdir('/tmp'), os.listdir('/dev/shm'), glob.glob('*'))"
-    assert printed(run(sandbox, look)) == "[] [] []\n"
+    assert printed(run(sandbox, look)) == f"{list(python)} [] []\n"
 
 
 def test_links_lead_nowhere(sandbox: Sandbox) -> None:
