@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number, plain
-from memlab.exercises.limits import in_child
+from memlab.exercises.limits import contained, in_child
 from memlab.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -64,29 +64,6 @@ def _guarded(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
 def _stopped(name: str, entry: Evidence) -> str:
     error = entry["error"]
     return f"{name}: {error}" if error == "not written yet" else f"{name} stopped with {error}"
-
-
-def _contained(work: Callable[[], Evidence], seconds: float = 60) -> Evidence:
-    """`work()` in a child process, on one thread; in place where autograd can't be forked (GPU was used)."""
-    import torch
-    import torch._dynamo  # a dispatch mode loads it at its first operator: before the fork, once
-
-    def quick() -> Evidence:
-        gc.freeze()  # what is there already needn't be searched by the collector
-        try:
-            return work()
-        finally:
-            gc.unfreeze()
-
-    evidence = in_child(quick, seconds=seconds, memory=3 * GIB)
-    if "fork-based multiprocessing" in str(evidence):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return work()
-        finally:
-            torch.set_num_threads(threads)
-    return evidence
 
 
 # -- 7.1 the largest batch ---------------------------------------------------------------------------------
@@ -250,7 +227,7 @@ def _search_evidence(answer: Any, seed: int) -> Evidence:
             "real": call(_real_case, answer, seed),
         }
 
-    return _contained(work)
+    return contained(work, memory=3 * GIB)
 
 
 def _search_score(evidence: Evidence) -> Score:
@@ -470,7 +447,7 @@ def _equal_evidence(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
         return {"ran": {n: _guarded(_unchanged_case, unchanged, n, seed) for n in _hidden_modules(seed)}}
 
-    ran = _contained(work)
+    ran = contained(work, memory=3 * GIB)
     if "ran" in ran and all(e.get("error") == "not written yet" for e in (said, *ran["ran"].values())):
         raise NotImplementedError("exercise 7.2")
     return {"seed": seed, "said": said, "ran": ran.get("ran") or dict.fromkeys(_hidden_modules(seed), ran)}
@@ -815,7 +792,7 @@ def _attend_evidence(answer: Any, seed: int) -> Evidence:
         found["bytes"] = [call(_attend_peak, answer, case, seed) for case in _long_attends(seed)]
         return found
 
-    return _contained(work)
+    return contained(work, memory=3 * GIB)
 
 
 def _attend_score(evidence: Evidence) -> Score:
@@ -1237,7 +1214,7 @@ def _capstone_evidence(answer: Any, seed: int) -> Evidence:
             },
         }
 
-    return _contained(work)
+    return contained(work, memory=3 * GIB)
 
 
 def _capstone_score(evidence: Evidence) -> Score:
