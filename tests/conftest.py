@@ -1,11 +1,14 @@
-"""Tests leave nothing in the home of whoever runs them."""
+"""Tests leave nothing in the home of whoever runs them; the browser's fixture for all of them."""
 
 import os
 import tempfile
 
 import pytest
 
+from tests.browser import chromium
+
+__all__ = ["chromium"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "browser: opens a page in a headless browser")
     os.environ.setdefault("MEMLAB_HOME", tempfile.mkdtemp(prefix="memlab-tests-"))

@@ -1,12 +1,10 @@
-"""The viewer: what the file holds, and, where Chromium and playwright are, what a browser shows."""
+"""The viewer: what the file holds, what a browser shows, what a notebook gets."""
 
 from __future__ import annotations
 
 import base64
 import json
-import os
 import re
-import shutil
 import zlib
 from array import array
 from pathlib import Path
@@ -23,7 +21,6 @@ from memlab.units import CONSUMERS, MIB
 from memlab.viewer import viewer_html, write_viewer
 
 CODES = {"u1": "B", "u2": "H", "u4": "I", "i4": "i", "f8": "d"}
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def training_trace(steps: int = 1, layers: int = 8) -> Trace:
@@ -162,24 +159,6 @@ def test_sizes_survive(sizes: list[int]) -> None:
 
 
 # --- in a browser
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Any:
-    required = os.environ.get("CI") == "true" and os.environ.get("MEMLAB_BROWSER") == "1"
-    missing = None if BROWSER else "no Chromium on this machine"
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        missing = missing or "playwright isn't installed"
-    if missing:
-        if required:
-            pytest.fail(f"MEMLAB_BROWSER=1 asks for the viewer's browser test, but {missing}")
-        pytest.skip(f"the viewer was not tried in a browser: {missing}")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Page:

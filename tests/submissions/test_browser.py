@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import sqlite3
 import subprocess
@@ -21,7 +20,6 @@ from autograder.sandbox import why_no_bubblewrap
 from tests.submissions.case import CHAPTER
 from tests.submissions.harness import CASES, Listener, Run, command, environment, grade, make_class, totals
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = (
     "script_in_outputs", "script_in_markdown", "script_in_code", "script_in_a_wrong_answer",
     "script_in_an_exception", "script_in_metadata", "script_in_attachments", "markup_as_a_name",
@@ -32,23 +30,6 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(bool(why_no_bubblewrap()), reason=why_no_bubblewrap()),
 ]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    missing = None if BROWSER else "no Chromium on this machine"
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        missing = missing or "playwright isn't installed"
-    if missing:
-        if os.environ.get("CI") == "true" and os.environ.get("MEMLAB_BROWSER") == "1":
-            pytest.fail(f"MEMLAB_BROWSER=1 asks for the browser's tests, but {missing}")
-        pytest.skip(f"feedback and formgrader were not tried in a browser: {missing}")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
