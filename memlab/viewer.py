@@ -3,13 +3,18 @@
 The file holds everything: no network, no other file, no server. The data are little-endian arrays, compressed
 with zlib and written in base64, 5 to 10 bytes an event; the browser unpacks them (Chrome 80, Firefox 113,
 Safari 16.4 or newer). Colours are those of `memlab.plots`.
+
+    memlab.viewer.show(trace)                        # in a notebook: the figure, and the viewer if it is live
+    memlab.viewer.write_viewer(trace, "step.html")   # as a file
 """
 
 from __future__ import annotations
 
 import base64
 import html
+import importlib
 import importlib.resources
+import importlib.util
 import json
 import os
 import sys
@@ -20,13 +25,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memlab.units import CONSUMERS
+from memlab.units import CONSUMERS, MIB, format_bytes
 
 if TYPE_CHECKING:
     from memlab.allocator import Replay
     from memlab.trace import Trace
 
 _CALLS = ("segment_alloc", "segment_map", "segment_free", "segment_unmap")
+_MOST = MIB  # what a notebook is given at once
 _CODES = {"u1": "B", "u2": "H", "u4": "I", "i4": "i", "f8": "d"}
 
 
@@ -72,6 +78,57 @@ def write_viewer(
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def show(
+    trace: Trace,
+    replay: Replay | None = None,
+    *,
+    title: str | None = None,
+    budget: int | None = None,
+    height: int = 640,
+) -> None:
+    """Show a trace in a notebook: always its timeline as a figure, and the viewer if it is live.
+
+    The viewer is a frame, `height` pixels high (its lower corner can be dragged), that may run its own script
+    and nothing else. It comes as a widget: what is saved, printed or handed in holds the figure alone, and so
+    does what a grader executes. `replay` is as in `viewer_html`, `budget` (bytes) as in `plots.timeline`. A
+    trace whose viewer would take more than 1 MiB gets a line in its place that says how to write a file.
+    Outside a notebook the figure's text is printed. Raises ValueError for an empty trace or another's replay.
+    """
+    from memlab import plots
+
+    figure = plots.timeline(trace, budget, title)
+    page = viewer_html(trace, replay, title)
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is None:
+        print(figure.memlab_alt)
+        return
+    display = importlib.import_module("IPython.display").display
+    display(figure)
+    live = getattr(shell, "kernel", None) is not None and os.environ.get("MEMLAB_GRADING") != "1"
+    if not live or importlib.util.find_spec("ipywidgets") is None:
+        return
+    frame = _frame(page, title or _title(trace), height)
+    if len(frame) > _MOST:
+        size = f"these {len(trace.events):,} events takes {format_bytes(len(frame))}"
+        print(
+            f"The viewer of {size}, too much for a notebook. As a page of its own: "
+            'memlab.viewer.write_viewer(trace, "step.html")'
+        )
+        return
+    widgets = importlib.import_module("ipywidgets")
+    display(widgets.HTML(value=frame, layout={"width": "100%"}))
+
+
+def _frame(page: str, title: str, height: int) -> str:
+    """The page within another: its own origin, no network, no reach to what is around it."""
+    source = page.replace("&", "&amp;").replace('"', "&quot;")
+    return (
+        f'<iframe title="{html.escape(title)}: the viewer" sandbox="allow-scripts" srcdoc="{source}" '
+        f'style="width:100%;height:{int(height)}px;border:0;resize:vertical"></iframe>'
+    )
 
 
 def _title(trace: Trace) -> str:

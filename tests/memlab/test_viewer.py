@@ -10,16 +10,21 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nbclient import NotebookClient
 
 from memlab.allocator import AllocatorConfig, Replay, replay
 from memlab.plots import COLOURS
 from memlab.trace import Trace
 from memlab.units import CONSUMERS, MIB
-from memlab.viewer import viewer_html, write_viewer
+from memlab.viewer import _frame, show, viewer_html, write_viewer
+from tests.browser import ROOT, Watched
+from tests.browser.axe import violations
 
+WIDGETS = "application/vnd.jupyter.widget-state+json"
 CODES = {"u1": "B", "u2": "H", "u4": "I", "i4": "i", "f8": "d"}
 
 
@@ -158,6 +163,50 @@ def test_sizes_survive(sizes: list[int]) -> None:
     assert contents(viewer_html(trace))[1]["size"] == sizes
 
 
+# --- in a notebook
+
+CELL = """
+import sys; sys.path.insert(0, {root!r})
+from memlab.viewer import show
+from tests.memlab.test_viewer import run, training_trace
+trace = training_trace(steps={steps}, layers={layers})
+show(trace, run(trace), title="A <step>")
+"""
+
+
+def executed(steps: int = 1, layers: int = 8) -> tuple[list[Any], list[str]]:
+    """The outputs of a cell that shows a trace, and the HTML of the widgets that it left."""
+    cell = nbformat.v4.new_code_cell(CELL.format(root=str(ROOT), steps=steps, layers=layers))
+    notebook = NotebookClient(nbformat.v4.new_notebook(cells=[cell]), kernel_name="python3").execute()
+    widgets = notebook.metadata.get("widgets", {}).get(WIDGETS, {}).get("state", {})
+    return notebook.cells[0].outputs, [w.state.value for w in widgets.values() if "value" in w.state]
+
+
+def test_a_notebook_gets_the_figure_and_a_widget() -> None:
+    (figure, view), [frame] = executed()
+    assert "peak" in figure.metadata["image/png"]["alt"] and "text/html" not in figure.data
+    assert "application/vnd.jupyter.widget-view+json" in view.data and len(json.dumps(view)) < 1000
+    assert 'sandbox="allow-scripts"' in frame and "A &lt;step&gt;: the viewer" in frame
+
+
+def test_a_grader_gets_the_figure_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMLAB_GRADING", "1")
+    [figure], frames = executed()
+    assert "image/png" in figure.data and frames == []
+
+
+def test_a_notebook_is_not_made_heavy() -> None:
+    (figure, line), frames = executed(steps=300, layers=300)
+    assert "image/png" in figure.data and "MiB, too much for a notebook" in line.text and frames == []
+
+
+def test_outside_a_notebook_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    show(training_trace())
+    assert "At the peak, in the " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="has 0 blocks"):
+        show(training_trace(), replay([], []))
+
+
 # --- in a browser
 
 
@@ -250,3 +299,37 @@ def test_in_a_browser_out_of_memory_and_empty(chromium: Any, tmp_path: Path) -> 
     write_viewer(Trace(), tmp_path / "empty.html", replay([], []))
     shown = Page(chromium, tmp_path / "empty.html")
     assert "no events" in shown.text("#facts") and shown.complaints == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 400])
+def test_within_a_page_it_leaves_the_wheel_to_the_page(chromium: Any, width: int) -> None:
+    trace = training_trace()
+    frame = _frame(viewer_html(trace, run(trace)), "A step", 640)
+    seen = Watched(chromium, width=width)
+    seen.page.set_content(
+        f"<!DOCTYPE html><html lang=en><title>t</title><body><main>{frame}</main><div style='height:3000px'>"
+    )
+    inner = seen.page.frame_locator("iframe")
+    inner.locator("html[data-ready=true]").wait_for()
+    assert f"{trace.peak_bytes / MIB:.2f} MiB" in inner.locator("#facts").inner_text()
+    plot = inner.locator("#over")
+    plot.scroll_into_view_if_needed()
+    plot.hover()
+
+    def span() -> float:
+        return float(plot.evaluate("() => memlabViewer.view.b - memlabViewer.view.a"))
+
+    before = span()
+    seen.page.mouse.wheel(0, -100)
+    seen.page.wait_for_timeout(150)
+    assert span() == before
+    seen.page.keyboard.down("Control")
+    seen.page.mouse.wheel(0, -100)
+    seen.page.keyboard.up("Control")
+    seen.page.wait_for_timeout(150)
+    assert span() < before
+    assert inner.locator("html").evaluate("e => e.scrollWidth <= e.clientWidth") and seen.overflow() <= 0
+    assert violations(seen.page) == [] and seen.complaints == []
+    seen.picture(f"viewer-in-a-page-{width}")
+    seen.close()
