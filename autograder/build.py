@@ -10,9 +10,6 @@ gives its `id` and, where it is graded, says for what; nbgrader's own metadata f
     # %% [markdown] id="title" claims="C2-01 C2-07"     prose; cites rows of claims.json
     # # 2. The four consumers
 
-    # %% id="install"                                    the first code cell: the only place for %pip
-    # %pip install -q ...
-
     # %% id="parameters" tags=["parameters"]             papermill sets these; one plain assignment a line
     device = "auto"
     size = "normal"
@@ -56,6 +53,10 @@ Two things make `autograder run --student` fail. Write instead:
 * a plain cell that calls the student's code raises outside an exercise: put that demonstration into the check
   cell, before its last line, or let it use memlab's own function.
 
+The first code cell, "install", isn't in the source: `templates/first_cell.py` goes into every notebook, after
+the opening text. It gives Colab memlab and does nothing elsewhere. (A source with a cell of that id keeps its
+own, the only place for %pip.)
+
 What release does, in this order
 ================================
 
@@ -76,7 +77,7 @@ import copy
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ _CLAIM = re.compile(r"[A-Z]\d*-\d+")
 _MARKER = re.compile(r"(BEGIN|END) (SOLUTION|HIDDEN TESTS|MARK SCHEME)")
 _PIP = re.compile(r"^\s*[%!]\s*(pip|conda|uv|apt)\b", re.MULTILINE)
 _HEADER = re.compile(r"^# %%(?!%)(\s|$)")
+FIRST_CELL = Path(__file__).parent / "templates" / "first_cell.py"
 
 
 @dataclass(frozen=True)
@@ -392,6 +394,15 @@ def nbgrader_metadata(cell: Cell, points: Mapping[str, float]) -> dict[str, Any]
     return metadata
 
 
+def with_first_cell(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells with "install", the same in every chapter, before the first code cell."""
+    if any(cell.id == "install" for cell in cells):
+        return list(cells)
+    at = next((n for n, cell in enumerate(cells) if cell.kind == "code"), len(cells))
+    text = FIRST_CELL.read_text(encoding="utf-8").rstrip("\n")
+    return [*cells[:at], Cell(line=0, kind="code", source=text, id="install"), *cells[at:]]
+
+
 def source_notebook(cells: Iterable[Cell], points: Mapping[str, float]) -> Any:
     """nbgrader's source notebook: solutions in, nothing of this machine in its metadata."""
     notebook = new_notebook(  # type: ignore[no-untyped-call]
@@ -491,7 +502,7 @@ def build(chapter: Chapter, points: Mapping[str, float] | None = None) -> Built:
     found = faults(chapter, cells, points)
     if found:
         raise CourseError("\n".join(found))
-    source = source_notebook(cells, points)
+    source = source_notebook(with_first_cell(cells), points)
     released = release_notebook(source)
     found = leaks(cells, released)
     if found:

@@ -1,7 +1,7 @@
 """How a chapter begins: `lab = memlab.begin("02_four_consumers", device=device, size=size, seed=seed)`.
 
-It settles where the chapter runs, how large its toys are and which seed they use, says so in one line, and
-gives the chapter a way to state its headline numbers so that a runner can collect them.
+It settles where the chapter runs, how large its toys are and which seed they use, says so in one line, with
+the versions, and gives the chapter a way to state its headline numbers so that a runner can collect them.
 
 A chapter runs on the CPU, on a CUDA GPU, or on a virtual card (`device="virtual:T4"`): then what stands in
 `with lab.card():` runs on fake tensors by that card's rules and is measured there, whatever its size. Fake
@@ -19,6 +19,7 @@ import html
 import importlib
 import math
 import os
+import platform
 import random
 import re
 import sys
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memlab import hardware, units
+from memlab import __version__, hardware, units
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,8 @@ T = TypeVar("T")
 
 SIZES = ("smallest", "normal")
 DEFAULT_DEVICE, DEFAULT_SIZE, DEFAULT_SEED = "auto", "normal", 0
+#: The oldest torch that memlab works with, as in pyproject.toml; on Colab pip doesn't check it (--no-deps).
+OLDEST_TORCH = (2, 11)
 
 #: MIME type of a headline number in a cell's outputs; its data is a JSON object.
 HEADLINE_MIME = "application/vnd.memlab.headline+json"
@@ -73,6 +76,16 @@ class Lab:
         if self.virtual:
             print(f"({values}: the tensors of a virtual {self.virtual} hold no values; computed on the CPU)")
         return self.device
+
+    @property
+    def half(self) -> torch.dtype:
+        """The 16-bit type to measure kernels with: bf16, or fp16 on a GPU older than Ampere (T4, V100).
+
+        Those only emulate bf16: matrix products are slow, and no fused attention kernel takes it.
+        """
+        import torch
+
+        return torch.float16 if _lacks_bf16(self.device) else torch.bfloat16
 
     def pick(self, *, smallest: T, normal: T) -> T:
         """The value for this run's size: small enough to be graded in seconds, or worth looking at."""
@@ -123,7 +136,8 @@ def begin(
     """Start a chapter: pick the device, seed `random` and torch, print one line about this machine.
 
     `device` is 'auto' (CUDA where torch sees a GPU, else the CPU), 'cpu', 'cuda', 'cuda:N' or 'virtual:CARD';
-    `size` is 'normal' or 'smallest'. Raises ValueError, in one line, for anything else.
+    `size` is 'normal' or 'smallest'. Raises ValueError, in one line, for anything else, and ImportError for a
+    torch older than `OLDEST_TORCH`.
     """
     if not re.fullmatch(r"\d\d_[a-z0-9_]+", chapter):
         raise ValueError(f"chapter {chapter!r} isn't a chapter's name; write it as in '02_four_consumers'")
@@ -131,6 +145,7 @@ def begin(
     chosen_device, device_from = _choose("device", device, DEFAULT_DEVICE, DEFAULT_DEVICE)
     chosen_size, size_from = _choose("size", size, DEFAULT_SIZE, "smallest" if grading else DEFAULT_SIZE)
     chosen_seed, seed_from = _choose("seed", seed, DEFAULT_SEED, DEFAULT_SEED)
+    _new_enough()
     if chosen_size not in SIZES:
         raise ValueError(f"{size_from} {chosen_size!r}: write 'smallest' or 'normal'")
     virtual = _virtual(chosen_device)
@@ -145,11 +160,45 @@ def begin(
     # torch counts the host's cores; a container may be allowed fewer, and too many threads crawl.
     if torch.get_num_threads() > _cores():
         torch.set_num_threads(_cores())
-    machine = f"{_machine(lab.device)}, torch {torch.__version__}"
+    machine = _machine(lab.device)
     if virtual:
         machine = f"a virtual {virtual}, values on {machine}"
-    print(f"{lab.chapter} on {machine}; size {lab.size}, seed {lab.seed}")
+    print(f"{lab.chapter} on {machine}; {_packages()}; size {lab.size}, seed {lab.seed}")
     return lab
+
+
+def versions() -> str:
+    """One line: the device that 'auto' takes here, and the versions of memlab, torch and Python."""
+    _new_enough()
+    return f"{_machine(_device('auto', 'device'))}; {_packages()}"
+
+
+def _packages() -> str:
+    import torch
+
+    return f"memlab {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def _new_enough() -> None:
+    """Raises ImportError for a torch older than `OLDEST_TORCH`."""
+    import torch
+
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found and (int(found[1]), int(found[2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(
+            f"memlab needs torch {oldest} or newer and this is {torch.__version__}; on Colab choose the "
+            f"latest runtime version (Runtime, Change runtime type), elsewhere: pip install 'torch>={oldest}'"
+        )
+
+
+def _lacks_bf16(device: torch.device) -> bool:
+    """Is this a GPU without bf16 arithmetic? torch emulates it there, so `is_bf16_supported` says yes."""
+    if device.type != "cuda":
+        return False
+    import torch
+
+    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _choose(name: str, given: object, default: object, fallback: object) -> tuple[Any, str]:
@@ -197,7 +246,8 @@ def _machine(device: torch.device) -> str:
         import torch
 
         card = torch.cuda.get_device_properties(device)
-        return f"{card.name} ({units.format_bytes(card.total_memory)} as CUDA reports it)"
+        older = "; older than Ampere: bf16 only emulated, no FlashAttention-2" if _lacks_bf16(device) else ""
+        return f"{card.name} ({units.format_bytes(card.total_memory)} as CUDA reports it{older})"
     cores, memory = _cores(), _memory()
     text = f"{cores} CPU core{'s' if cores != 1 else ''}"
     return f"{text}, {units.format_bytes(memory)} of RAM" if memory else text
