@@ -4,6 +4,7 @@
 #   make test     set up, lint, types, tests
 #   make stress   the grader under load: hostile class, kills, many submissions, fuzzing; long tests (hours)
 #   make lab      set up, open JupyterLab on the student notebooks
+#   make browser  everything that people open, in a headless Chromium: JupyterLab, explorers, viewer, site (minutes)
 #   make setup    the environment alone, in .venv
 #   make release  generate notebooks/ from solutions/
 #   make clean    remove .venv and build
@@ -19,7 +20,7 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: course test stress lab setup release clean
+.PHONY: course test stress lab browser setup release clean
 
 course: setup
 	$(BIN)/autograder run --out build/course --jobs $(JOBS)
@@ -36,7 +37,10 @@ stress: setup
 	nice $(BIN)/python -m pytest -m long tests/memlab
 
 lab: setup
-	$(BIN)/jupyter lab --notebook-dir=notebooks
+	$(BIN)/python -m autograder.lab
+
+browser: setup
+	$(BIN)/python -m pytest -s -v -m browser
 
 release: setup
 	$(BIN)/autograder release
