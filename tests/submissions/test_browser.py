@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import sqlite3
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 
 from autograder.sandbox import why_no_bubblewrap
+from tests.browser.server import TOKEN, jupyter
 from tests.submissions.case import CHAPTER
 from tests.submissions.harness import CASES, Listener, Run, command, environment, grade, make_class, totals
 
@@ -24,7 +22,6 @@ HOSTILE = (
     "script_in_outputs", "script_in_markdown", "script_in_code", "script_in_a_wrong_answer",
     "script_in_an_exception", "script_in_metadata", "script_in_attachments", "markup_as_a_name",
 )  # fmt: skip
-TOKEN = "a-token-of-a-test"
 
 pytestmark = [
     pytest.mark.browser,
@@ -96,37 +93,11 @@ def test_no_script_of_a_submission_runs_in_a_feedback_page(
 @pytest.fixture(scope="module")
 def server(graded: Run) -> Iterator[str]:
     """JupyterLab in the course's folder, as the guide says."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with environment() as variables:
         variables["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), variables["PATH"]))
-        log = (graded.root / "jupyter.log").open("wb")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.port={port}",
-             "--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}", "--LabApp.news_url=None"],
-            cwd=graded.out / "course", env=variables, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        try:
-            until = time.monotonic() + 120
-            while True:
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/api?token={TOKEN}", timeout=2).close()
-                    break
-                except OSError:
-                    assert process.poll() is None and time.monotonic() < until, (
-                        graded.root / "jupyter.log"
-                    ).read_text()
-                    time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            log.close()
+        lab = ("-m", "jupyterlab", "--allow-root", "--LabApp.news_url=None")
+        with jupyter(lab, graded.out / "course", graded.root / "jupyter.log", variables) as address:
+            yield address
 
 
 def _submissions(out: Path) -> dict[str, str]:
