@@ -1,0 +1,54 @@
+// Python beside the page: loads Pyodide and memlab, then answers questions one by one.
+import { loadPyodide } from "./pyodide/pyodide.mjs";
+
+// The bytes that arrive, for the progress bar: counted on a copy, so that the browser may cache its compiled code.
+const fetched = self.fetch.bind(self);
+let loaded = 0;
+self.fetch = async (...request) => {
+  const response = await fetched(...request);
+  if (response.ok && response.body) count(response.clone().body.getReader());
+  return response;
+};
+
+async function count(reader) {
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    loaded += part.value.length;
+    self.postMessage({ kind: "loading", loaded });
+  }
+}
+
+async function start() {
+  const [python, memlab] = await Promise.all([
+    loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href, checkAPIVersion: true }),
+    fetch(new URL("./memlab.zip", import.meta.url)).then((response) => {
+      if (!response.ok) throw new Error(`memlab.zip: ${response.status} ${response.statusText}`);
+      return response.arrayBuffer();
+    }),
+  ]);
+  self.postMessage({ kind: "starting" });
+  python.unpackArchive(memlab, "zip");
+  const ask = python.pyimport("answers").ask;
+  self.postMessage({ kind: "ready", python: python.runPython("import sys; sys.version.split()[0]") });
+  return (kind, question, data) => ask(kind, question, data ? python.toPy(data) : undefined);
+}
+
+const asked = start();
+asked.catch((error) => self.postMessage({ kind: "failed", reason: String(error.message || error) }));
+
+self.onmessage = async ({ data: { id, kind, question, data } }) => {
+  let ask;
+  try {
+    ask = await asked;
+  } catch {
+    return; // said already
+  }
+  const began = performance.now();
+  let answer;
+  try {
+    answer = ask(kind, question, data);
+  } catch (error) {
+    // a stack or memory that ended inside Python
+    answer = JSON.stringify({ error: `Python failed: ${String(error.message || error).trim().split("\n").pop()}` });
+  }
+  self.postMessage({ kind: "answer", id, answer, ms: performance.now() - began });
+};
