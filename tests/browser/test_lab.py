@@ -1,0 +1,242 @@
+"""`make lab` as a student meets it: start page, nbgrader's menu, a chapter worked through, explorers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from tests.browser import ROOT, Watched
+from tests.browser.axe import violations
+from tests.browser.server import TOKEN, home, jupyter
+
+pytestmark = pytest.mark.browser
+CHAPTERS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+CHAPTER = "02_four_consumers"
+WRONG = """def states(parameters, precision, optimizer, offload=False):
+    return {"parameters": 4 * parameters, "gradients": 4 * parameters, "optimizer_states": 8 * parameters}
+"""  # fp32 and AdamW, whatever was asked
+
+
+class Student(Watched):
+    """A browser in which one person works in JupyterLab."""
+
+    def __init__(self, browser: Any, address: str, **context: Any) -> None:
+        super().__init__(browser, address, address.replace("http", "ws"), **context)
+        self.address = address
+
+    def goto(self, path: str) -> None:
+        self.page.goto(f"{self.address}/{path}?token={TOKEN}")
+
+    def open(self, name: str, interface: str = "lab/tree") -> None:
+        """Opens a notebook and waits for its kernel."""
+        self.goto(f"{interface}/{name}.ipynb")
+        self.idle(60)
+
+    def idle(self, seconds: float) -> None:
+        """Waits until the kernel has run everything, which takes `seconds` at most."""
+        self.page.wait_for_selector(
+            ".jp-NotebookPanel .jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=1000 * seconds
+        )
+
+    def menu(self, name: str, item: str) -> None:
+        self.page.click(f".lm-MenuBar-itemLabel:text-is('{name}')")
+        self.page.click(f".lm-Menu-itemLabel:text-is('{item}')")
+
+    def run_all(self, seconds: float) -> None:
+        self.menu("Run", "Run All Cells")
+        self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=busy]", timeout=20_000)
+        self.idle(seconds)
+
+    def cell(self, id_: str, name: str = CHAPTER) -> Any:
+        """The cell with this id, on the screen."""
+        cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells
+        place = next(number for number, cell in enumerate(cells) if cell.id == id_)
+        found = self.page.locator(".jp-NotebookPanel .jp-Notebook .jp-Cell").nth(place)
+        found.scroll_into_view_if_needed()
+        return found
+
+    def run(self, cell: Any, code: str | None = None, seconds: float = 60) -> None:
+        """Runs a cell, with `code` typed in the place of what it holds, and waits for its end."""
+        editor = cell.locator(".cm-content")
+        editor.click()
+        if code is not None:
+            self.page.keyboard.press("Control+A")
+            self.page.keyboard.insert_text(code)
+        before = cell.locator(".jp-InputPrompt").inner_text()
+        self.page.keyboard.press("Control+Enter")
+        until = time.monotonic() + seconds
+        while (prompt := cell.locator(".jp-InputPrompt").inner_text()) == before or "*" in prompt:
+            assert time.monotonic() < until, f"the cell still says {prompt}"
+            self.page.wait_for_timeout(50)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the notebooks, and one with each explorer as its chapter shows it, and the viewer."""
+    folder = tmp_path_factory.mktemp("lab")
+    shutil.copytree(ROOT / "notebooks", folder / "notebooks", ignore=shutil.ignore_patterns("START.md", ".*"))
+    cells = [nbformat.v4.new_code_cell("import memlab\nfrom memlab import viewer, widgets")]
+    for name in CHAPTERS:
+        for cell in nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells:
+            calls = re.findall(r"^widgets\.\w+\(.*\)$", cell.source, re.M)
+            cells += map(nbformat.v4.new_code_cell, calls)
+    assert len(cells) >= 1 + len(CHAPTERS), "each chapter has an explorer"
+    step = 'step = memlab.trace_step("gpt2", micro_batch=1, sequence=128)\nviewer.show(step)'
+    notebook = nbformat.v4.new_notebook(cells=[*cells, nbformat.v4.new_code_cell(step)])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, folder / "notebooks" / "explorers.ipynb")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lab(chromium: Any, folder: Path) -> Iterator[str]:
+    assert "python -m autograder.lab\n" in (ROOT / "Makefile").read_text("utf-8")
+    command = (
+        "-m", "autograder.lab", "--notebooks", str(folder / "notebooks"), "--out", str(folder / "out"),
+    )  # fmt: skip
+    with jupyter(command, ROOT, folder / "log", home(folder / "home")) as address:
+        yield address
+
+
+# -- short -------------------------------------------------------------------------------------------------
+
+
+def test_it_opens_on_the_start_page(chromium: Any, lab: str) -> None:
+    student = Student(chromium, lab)
+    page = student.page
+    student.goto("")  # where the server sends people
+    page.wait_for_selector(".jp-MarkdownViewer h1", timeout=60_000)
+    assert page.url.endswith("/lab/tree/START.md")
+    links = page.locator(".jp-MarkdownViewer a[href*='.ipynb']").evaluate_all("all => all.map(a => a.href)")
+    assert [name for name in CHAPTERS for link in links if f"/{name}.ipynb" in link] == CHAPTERS
+    files = page.locator(".jp-DirListing-itemText")
+    files.filter(has_text="START.md").wait_for()
+    assert files.all_inner_texts() == [f"{name}.ipynb" for name in (*CHAPTERS, "explorers")] + ["START.md"]
+    student.picture("lab-start")
+
+    student.menu("Nbgrader", "Assignment List")
+    fetch = page.locator("#assignments").get_by_role("button", name="Fetch")
+    fetch.nth(len(CHAPTERS) - 1).wait_for()
+    assert fetch.count() == len(CHAPTERS)
+    student.menu("Nbgrader", "Formgrader")
+    grader = page.frame_locator("iframe")
+    grader.locator("text=Manage Assignments >> nth=0").wait_for()
+    grader.locator("text=No data available in table").wait_for()
+    assert page.locator(".Toastify__toast, .jp-Dialog").count() == 0  # no news, no question
+    assert student.complaints == []
+    student.close()
+
+
+# -- long --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_chapter_is_worked_through(chromium: Any, lab: str) -> None:
+    student = Student(chromium, lab)
+    page = student.page
+    student.goto("lab/tree/START.md")
+    page.click(".jp-MarkdownViewer a:has-text('The four consumers')")
+    student.idle(60)
+    student.run_all(180)
+    told = "run all: "
+    assert page.locator("[data-mime-type='application/vnd.jupyter.error']").count() == 0, told
+    assert "0 of  3  open" in page.locator(".jp-Notebook").inner_text()
+
+    exercise, check = student.cell("ex-2-1"), student.cell("check-2-1")
+    student.run(exercise, WRONG)
+    student.run(check)
+    said = check.locator(".jp-OutputArea").inner_text()
+    assert "0.25 of 3 points" in said and "plain SGD keeps nothing" in said
+    student.picture("lab-wrong-answer")
+    student.run(exercise, solution("ex-2-1"))
+    student.run(check)
+    said = check.locator(".jp-OutputArea").inner_text()
+    assert "3 of 3 points" in said and "0.25" not in said
+    student.picture("lab-right-answer")
+
+    explore(student, student.cell("explore-run"))
+    student.picture("lab-explorer-1280")
+    assert violations(page, ".memlab-explorer") == []
+
+    page.click(".jp-NotebookPanel-toolbar >> text=Validate")
+    result = page.locator(".jp-Dialog:has-text('Validation Results')")
+    result.wait_for(timeout=180_000)
+    said = result.inner_text()
+    assert 'memlab.check("2.1"' not in said and 'memlab.check("2.2"' in said
+    assert "You did not provide a response" in said  # the written answer
+    student.picture("lab-validated")
+    page.click(".jp-Dialog button:has-text('Ok')")
+    assert student.complaints == []
+    student.close()
+
+
+@pytest.mark.long
+def test_explorers_on_a_phone(chromium: Any, lab: str) -> None:
+    """Each chapter's explorer, 400 pixels wide, in the one-column interface; and the viewer."""
+    student = Student(chromium, lab, width=400, height=860)
+    page = student.page
+    student.open("explorers", "notebooks")
+    student.run_all(120)
+    explorers = page.locator(".memlab-explorer")
+    assert explorers.count() >= len(CHAPTERS)
+    for number in range(explorers.count()):
+        explorer = explorers.nth(number)
+        explorer.scroll_into_view_if_needed()
+        wide = explorer.evaluate(
+            "box => [...box.querySelectorAll('*')].filter(e => e.getBoundingClientRect().right > innerWidth)"
+            ".map(e => e.outerHTML.slice(0, 120))"
+        )
+        assert wide == [], f"explorer {number + 1} sticks out"
+        for control in explorer.locator("select, .noUi-handle, button:visible").all():
+            control.focus()
+            box = control.bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= 401, control.evaluate("e => e.outerHTML")
+        student.picture(f"explorer-{number + 1}-400")
+    assert student.overflow() <= 0
+    explore(student, page.locator(".jp-Cell:has(.memlab-explorer)").nth(CHAPTERS.index(CHAPTER)))
+    student.picture("explorer-traced-400")
+    assert violations(page, ".memlab-explorer") == []
+    frame = page.frame_locator("iframe[title$='viewer']")
+    page.locator("iframe[title$='viewer']").scroll_into_view_if_needed()
+    frame.locator("html[data-ready=true]").wait_for()
+    student.picture("viewer-400")
+    assert student.complaints == []
+    student.close()
+
+
+def solution(id_: str, name: str = CHAPTER) -> str:
+    """The code of a solution's cell."""
+    source = (ROOT / "solutions" / f"{name}.py").read_text("utf-8")
+    [code] = re.findall(rf'^# %% id="{id_}"[^\n]*\n(.*?)(?=^# %%)', source, re.M | re.S)
+    return "\n".join(line for line in code.rstrip().split("\n") if not line.strip().startswith("###"))
+
+
+def explore(student: Student, cell: Any) -> None:
+    """Moves a slider by keyboard, sees another answer; traces, sees its result; cancels a trace."""
+    page, explorer = student.page, cell.locator(".memlab-explorer")
+    explorer.scroll_into_view_if_needed()
+    answer, status = explorer.locator(".memlab-answer"), explorer.get_by_role("status")
+    slider = explorer.get_by_role("slider", name="Micro-batch")
+    before = answer.inner_text()
+    slider.focus()
+    began = time.monotonic()
+    page.keyboard.press("ArrowRight")
+    while answer.inner_text() == before:
+        assert time.monotonic() < began + 10, "the answer doesn't follow the slider"
+        page.wait_for_timeout(20)
+    assert "Micro-batch 1 → 2" in status.first.inner_text()
+    assert slider.get_attribute("aria-valuetext") == "2"
+
+    explorer.get_by_role("button", name="Trace it").click()
+    status.filter(has_text="Traced:").wait_for(timeout=90_000)
+    assert "to the byte" in status.filter(has_text="Traced:").inner_text()
+    explorer.get_by_role("button", name="Trace it").click()
+    explorer.get_by_role("button", name="Cancel").click()
+    status.filter(has_text="Trace cancelled").wait_for(timeout=10_000)
