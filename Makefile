@@ -5,6 +5,7 @@
 #   make stress   the grader under load: hostile class, kills, many submissions, fuzzing; long tests (hours)
 #   make lab      set up, open JupyterLab on the student notebooks
 #   make browser  everything that people open, in a headless Chromium: JupyterLab, explorers, viewer, site (minutes)
+#   make site     the site of the executed chapters, with reference and calculator -> build/site/index.html
 #   make setup    the environment alone, in .venv
 #   make release  generate notebooks/ from solutions/
 #   make clean    remove .venv and build
@@ -20,7 +21,7 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: course test stress lab browser setup release clean
+.PHONY: course test stress lab browser site setup release clean
 
 course: setup
 	$(BIN)/autograder run --out build/course --jobs $(JOBS)
@@ -42,6 +43,11 @@ lab: setup
 browser: setup
 	$(BIN)/python -m pytest -s -v -m browser
 
+site: .venv/site-ready
+	$(BIN)/autograder run --out build/course --jobs $(JOBS)
+	$(BIN)/python -m docs.site --out build/site
+	$(BIN)/python -m pytest -m site tests/site
+
 release: setup
 	$(BIN)/autograder release
 
@@ -56,6 +62,10 @@ setup: .venv/ready
 	@$(BIN)/python -c 'import torch' 2>/dev/null \
 	  || $(PIP) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) --editable '.[dev]'
+	@touch $@
+
+.venv/site-ready: .venv/ready
+	@$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) --editable '.[dev,site]'
 	@touch $@
 
 clean:

@@ -109,12 +109,23 @@ def _links(shown: Any, name: str, machine: str) -> None:
             "",
             ":::{container} as-run",
             f"This page shows the chapter as it ran on {machine}. Solutions are left out: an exercise's cell "
-            "is as you get it, and the message of the check under it is that of a right answer.",
+            "is as you get it, and the message of the check under it is that of a right answer. An explorer "
+            "shows where it starts; its controls need a running notebook.",
             ":::",
             "",
             rest.lstrip("\n"),
         ]
     )
+
+
+def points(built: Built) -> str:
+    """What a chapter's exercises are worth, in words."""
+    graded = [cell for cell in built.release.cells if "points" in cell.metadata.get("nbgrader", {})]
+    worth = {
+        kind: sum(cell.metadata["nbgrader"]["points"] for cell in graded if cell.cell_type == kind)
+        for kind in ("code", "markdown")
+    }
+    return f"{worth['code']:g} points, and {worth['markdown']:g} for a written answer"
 
 
 # --- what must not be found on the site ---------------------------------------------------------------------
@@ -138,15 +149,15 @@ def squeeze(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
-def headline_table(results: Mapping[str, Any]) -> str:
-    """Markdown: the chapters of results.json with the numbers that each states."""
+def headline_table(results: Mapping[str, Any], points: Mapping[str, str]) -> str:
+    """Markdown: the chapters of results.json with the numbers that each states, and their `points`."""
     parts = []
     for chapter in results["chapters"]:
         name = chapter["chapter"]
         parts += [
             f"## [{chapter['title']}]({name}.ipynb)",
             "",
-            f"{chapter['cells']} code cells, {chapter['seconds']:.0f} s on this machine. "
+            f"{points[name]}. Runs in {chapter['seconds']:.0f} s. "
             f"[Colab]({COLAB}/{name}.ipynb), [Binder]({BINDER}/{name}.ipynb), "
             f"{{download}}`notebook <../notebooks/{name}.ipynb>`.",
             "",

@@ -44,6 +44,7 @@ autodoc_typehints = "signature"
 add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 78
+toc_object_entries_show_parents = "hide"
 
 html_theme = "sphinx_book_theme"
 html_title = "memlab"
@@ -90,6 +91,13 @@ def _skip(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) 
     return None
 
 
+def _signature(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """A dataclass's default made by a function isn't Python, and Sphinx would then set nothing in it."""
+    return (signature.replace("<factory>", "...") if signature else signature), returns
+
+
 def _builtins(app: Any, doctree: Any) -> None:
     """Python's own names aren't links: `bytes` would be taken for some class's attribute of that name."""
     for node in list(doctree.findall(pending_xref)):
@@ -99,6 +107,7 @@ def _builtins(app: Any, doctree: Any) -> None:
 
 
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", _signature)
     app.connect("doctree-read", _builtins)
     app.connect("autodoc-process-docstring", _docstring)
     app.connect("autodoc-skip-member", _skip)

@@ -85,7 +85,7 @@ def pages() -> dict[str, str]:
         ".. toctree::",
         "   :hidden:",
         "",
-        *(f"   memlab.{name}" for name in modules),
+        *(f"   {name} <memlab.{name}>" for name in modules),
         "",
     ]
     return {"index.rst": "\n".join(index), **{f"memlab.{name}.rst": _module_page(name) for name in modules}}

@@ -26,7 +26,7 @@ import nbformat
 from autograder import build
 from autograder.course import CourseError, chapters
 from docs import reference
-from docs.chapters import REPOSITORY, SiteError, headline_table, page
+from docs.chapters import REPOSITORY, SiteError, headline_table, page, points
 from docs.vendor import VendorError, fetch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,17 +109,19 @@ def _chapters(index: str) -> dict[str, bytes]:
         )
     files: dict[str, bytes] = {}
     machine = results["machine"]["text"]
+    worth: dict[str, str] = {}
     for built in build.build_all(every):
         name = built.chapter.name
         text = (COURSE / f"{name}.ipynb").read_text("utf-8")
         executed = nbformat.reads(text, as_version=4)  # type: ignore[no-untyped-call]
+        worth[name] = points(built)
         shown, figures = page(built, executed, machine)
         files[f"chapters/{name}.ipynb"] = build.to_text(shown).encode()
         files[f"notebooks/{name}.ipynb"] = build.to_text(built.release).encode()
         for figure, png in figures.items():
             files[f"extra/figures/{figure}"] = png
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(chapter.name for chapter in every), "```", ""])
-    index = index.replace("HEADLINES", headline_table(results)).replace("MACHINE", machine)
+    index = index.replace("HEADLINES", headline_table(results, worth)).replace("MACHINE", machine)
     files["chapters/index.md"] = f"{index}\n{toctree}".encode()
     return files
 
