@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -78,5 +78,10 @@ class Watched:
         """Pixels by which the page is wider than its window."""
         return int(self.page.evaluate("document.documentElement.scrollWidth - innerWidth"))
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            self.picture("failed")
         self.context.close()

@@ -306,30 +306,28 @@ def test_in_a_browser_out_of_memory_and_empty(chromium: Any, tmp_path: Path) -> 
 def test_within_a_page_it_leaves_the_wheel_to_the_page(chromium: Any, width: int) -> None:
     trace = training_trace()
     frame = _frame(viewer_html(trace, run(trace)), "A step", 640)
-    seen = Watched(chromium, width=width)
-    seen.page.set_content(
-        f"<!DOCTYPE html><html lang=en><title>t</title><body><main>{frame}</main><div style='height:3000px'>"
-    )
-    inner = seen.page.frame_locator("iframe")
-    inner.locator("html[data-ready=true]").wait_for()
-    assert f"{trace.peak_bytes / MIB:.2f} MiB" in inner.locator("#facts").inner_text()
-    plot = inner.locator("#over")
-    plot.scroll_into_view_if_needed()
-    plot.hover()
+    with Watched(chromium, width=width) as seen:
+        start = "<!DOCTYPE html><html lang=en><title>t</title><body>"
+        seen.page.set_content(f"{start}<main>{frame}</main><div style='height:3000px'>")
+        inner = seen.page.frame_locator("iframe")
+        inner.locator("html[data-ready=true]").wait_for()
+        assert f"{trace.peak_bytes / MIB:.2f} MiB" in inner.locator("#facts").inner_text()
+        plot = inner.locator("#over")
+        plot.scroll_into_view_if_needed()
+        plot.hover()
 
-    def span() -> float:
-        return float(plot.evaluate("() => memlabViewer.view.b - memlabViewer.view.a"))
+        def span() -> float:
+            return float(plot.evaluate("() => memlabViewer.view.b - memlabViewer.view.a"))
 
-    before = span()
-    seen.page.mouse.wheel(0, -100)
-    seen.page.wait_for_timeout(150)
-    assert span() == before
-    seen.page.keyboard.down("Control")
-    seen.page.mouse.wheel(0, -100)
-    seen.page.keyboard.up("Control")
-    seen.page.wait_for_timeout(150)
-    assert span() < before
-    assert inner.locator("html").evaluate("e => e.scrollWidth <= e.clientWidth") and seen.overflow() <= 0
-    assert violations(seen.page) == [] and seen.complaints == []
-    seen.picture(f"viewer-in-a-page-{width}")
-    seen.close()
+        before = span()
+        seen.page.mouse.wheel(0, -100)
+        seen.page.wait_for_timeout(150)
+        assert span() == before
+        seen.page.keyboard.down("Control")
+        seen.page.mouse.wheel(0, -100)
+        seen.page.keyboard.up("Control")
+        seen.page.wait_for_timeout(150)
+        assert span() < before
+        assert inner.locator("html").evaluate("e => e.scrollWidth <= e.clientWidth") and seen.overflow() <= 0
+        assert violations(seen.page) == [] and seen.complaints == []
+        seen.picture(f"viewer-in-a-page-{width}")
