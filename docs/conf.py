@@ -23,6 +23,7 @@ author = "the memlab authors"
 copyright = "the memlab authors, BSD-3-Clause"
 release = version = memlab.__version__
 language = "en"
+smartquotes = False  # a quote in a docstring may be code
 
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 exclude_patterns = ["extra", "notebooks", "examples", "results"]
