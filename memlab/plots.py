@@ -8,6 +8,7 @@ PNG, the notebook and its HTML. Bytes go in; the axes carry KiB, MiB or GiB, whi
 from __future__ import annotations
 
 import base64
+import html
 import importlib
 import io
 import math
@@ -74,6 +75,14 @@ _LINES: tuple[tuple[str, Any], ...] = (
     ("#56B4E9", (0, (7, 1.5, 1.2, 1.5))),
     ("#C9689E", (0, (3, 1, 1, 1, 1, 1))),
 )
+#: A pattern over each colour in HTML, so that consumers differ for who sees colours otherwise, too.
+_HATCHES = {
+    "parameters": "",
+    "gradients": "repeating-linear-gradient(45deg,rgba(0,0,0,.28) 0 2px,transparent 2px 7px)",
+    "optimizer_states": "repeating-linear-gradient(90deg,rgba(255,255,255,.35) 0 2px,transparent 2px 8px)",
+    "activations": "repeating-linear-gradient(-45deg,rgba(0,66,107,.35) 0 2px,transparent 2px 8px)",
+    "temporaries": "repeating-linear-gradient(0deg,rgba(0,0,0,.28) 0 2px,transparent 2px 6px)",
+}
 _FILLS = (0.0, 0.45, 1.0)  # how much of its colour a column of a comparison has
 _SHORT = {"setup": "", "forward": "fwd", "backward": "bwd", "optimizer": "opt"}  # where a phase is brief
 _POINTS = 1000  # a longer trace is sampled: a notebook shows the plot on fewer pixels than this
@@ -271,6 +280,117 @@ def consumers(
             for label, row in rows.items()
         )
     return figure
+
+
+def html_bars(
+    bars: Mapping[str, Footprint | Trace | Mapping[str, int]],
+    capacity: int,
+    card: str,
+    notes: Mapping[str, str] | None = None,
+    small: bool = False,
+) -> str:
+    """`consumers` as HTML: text stays text, it is there in a millisecond and fits any width.
+
+    One stacked bar per label against the `capacity` of `card`, colours and patterns as `swatch` names them.
+    notes: what else is said beside a label. small: thin bars without numbers in them. Raises as `consumers`.
+    """
+    if not bars:
+        raise ValueError("html_bars() has nothing to draw: give at least one label and its bytes")
+    rows = {label: _held(label, bar) for label, bar in bars.items()}
+    totals = {label: sum(row.values()) for label, row in rows.items()}
+    largest = max(totals.values())
+    off_scale = capacity > 6 * largest
+    extent = (largest if off_scale else max(largest, capacity)) or 1
+    at = 100 * capacity / extent
+    scale, unit = _unit(largest)
+    limit = f"capacity of {card}: {units.format_bytes(capacity)}"
+    height = "0.8em" if small else "2.1em"
+    line = ""
+    if not off_scale:
+        line = (
+            f"<span style='position:absolute;left:calc({min(at, 100):.2f}% - 3px);top:-3px;bottom:-3px;"
+            f"border-left:3px dashed {LIMIT}'></span>"
+        )
+    parts = []
+    for label, row in rows.items():
+        pieces = []
+        for name, size in row.items():
+            if not size:
+                continue
+            text = f"{size / scale:.3g}"
+            # An empty item first: where the number doesn't fit beside it, it wraps out of sight.
+            number = (
+                ""
+                if small
+                else (
+                    "<span style='height:100%'></span>"
+                    f"<span style='background:{COLOURS[name]};color:{_on(COLOURS[name])};padding:0 3px'>"
+                    f"{text}</span>"
+                )
+            )
+            pieces.append(
+                f"<span style='flex:0 0 {100 * size / extent:.3f}%;height:100%;box-sizing:border-box;"
+                "border-right:1px solid #fff;display:flex;flex-wrap:wrap;align-items:center;"
+                f"justify-content:center;overflow:hidden;{_painted(name)}'>{number}</span>"
+            )
+        said = f"<b>{html.escape(label)}</b> {units.format_bytes(totals[label])}"
+        if notes and notes.get(label):
+            said += f", {html.escape(notes[label])}"
+        parts.append(
+            f"<div style='margin-top:{'2px' if small else '6px'}'>{said}</div>"
+            f"<div style='position:relative;height:{height};background:rgba(128,128,128,.2)'>"
+            f"<div style='display:flex;height:100%;overflow:hidden'>{''.join(pieces)}</div>{line}</div>"
+        )
+    if off_scale:
+        parts.append(f"<div style='text-align:right'>{html.escape(limit)}, off the scale &#8594;</div>")
+    else:
+        side = (
+            f"margin-left:{at:.2f}%"
+            if at < 50
+            else f"margin-right:{100 - min(at, 100):.2f}%;text-align:right"
+        )
+        parts.append(f"<div style='{side};padding-top:3px'>{html.escape(limit)}</div>")
+    if not small:
+        parts.append(f"<div style='opacity:.8'>numbers in the bars: {unit}</div>")
+    told = " ".join(
+        f"{label}: {units.format_bytes(totals[label])} ({_listed({n: b for n, b in row.items() if b})})."
+        for label, row in rows.items()
+    )
+    alt = html.escape(f"Stacked bars, {limit}. {told}", quote=True)
+    return f"<div role='img' aria-label=\"{alt}\">{''.join(parts)}</div>"
+
+
+def html_log_bars(rows: Sequence[tuple[str, float, str]]) -> str:
+    """(label, value, value in words) as thin bars over powers of ten: HTML. Raises ValueError as `times`."""
+    for label, value, _ in rows:
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{label!r}: {value!r} has no place on a log axis; give a number above 0")
+    floor = math.floor(math.log10(min(value for _, value, _ in rows)) - 0.15)
+    decades = math.log10(max(value for _, value, _ in rows)) - floor
+    parts = [
+        f"<div style='margin-top:2px'><b>{html.escape(label)}</b> {html.escape(words)}</div>"
+        f"<div style='height:0.8em;width:{100 * (math.log10(value) - floor) / decades:.2f}%;"
+        f"background:{_TOTAL};forced-color-adjust:none'></div>"
+        for label, value, words in rows
+    ]
+    alt = html.escape(", ".join(f"{label}: {words}" for label, _, words in rows), quote=True)
+    return (
+        f"<div role='img' aria-label=\"Bars on a log scale. {alt}\">{''.join(parts)}"
+        "<div style='opacity:.8'>lengths on a log scale: each power of ten is as long as the next</div></div>"
+    )
+
+
+def swatch(consumer: str) -> str:
+    """The colour and pattern of a consumer in `html_bars`, for the legend: HTML."""
+    return (
+        "<span aria-hidden='true' style='display:inline-block;width:1em;height:1em;vertical-align:-0.15em;"
+        f"margin-right:0.4em;{_painted(consumer)}'></span>"
+    )
+
+
+def _painted(consumer: str) -> str:
+    hatch = f"background-image:{_HATCHES[consumer]};" if _HATCHES[consumer] else ""
+    return f"background-color:{COLOURS[consumer]};{hatch}forced-color-adjust:none"
 
 
 def comparison(compared: Comparison | Mapping[str, Mapping[str, int]], title: str | None = None) -> Figure:

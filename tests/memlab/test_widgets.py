@@ -9,11 +9,16 @@ from memlab.footprint import footprint
 from memlab.recipe import Recipe
 
 EXPLORERS = {
-    "memory_levels": lambda: widgets.memory_levels(),
-    "four_consumers": lambda: widgets.four_consumers(),
-    "checkpoint_segments": lambda: widgets.checkpoint_segments(),
-    "micro_batches": lambda: widgets.micro_batches(),
+    "memory_levels": widgets.memory_levels,
+    "one_step": widgets.one_step,
+    "four_consumers": widgets.four_consumers,
+    "checkpoint_segments": widgets.checkpoint_segments,
+    "zero_stages": widgets.zero_stages,
+    "micro_batches": widgets.micro_batches,
+    "seven_steps": widgets.seven_steps,
+    "traffic": widgets.traffic,
 }
+STEPS = [name for name in EXPLORERS if name != "memory_levels"]
 
 
 @pytest.fixture(params=list(EXPLORERS))
@@ -21,13 +26,20 @@ def explorer(request):
     return EXPLORERS[request.param]()
 
 
+def live(explorer):
+    """Its widgets by label, and what it shows."""
+    made = widgets._Live(explorer)
+    return made, {control.label: made.boxes[control.key] for control in explorer.controls}
+
+
 def test_the_twin_is_a_table_and_a_figure(explorer):
     twin = explorer.twin
     assert twin.figure.memlab_alt and twin.figure._suptitle.get_text()
-    html = twin.html()
-    assert html.count("<tr>") == len(twin.rows) + 1 and "role='status'" in html
+    tables = twin.tables()
+    assert twin.html().count("<tr>") == sum(len(rows) + 1 for _, rows in tables) and tables
+    assert "role=" not in twin.html()  # nothing in it moves
     assert str(explorer).startswith(twin.finding)
-    assert all(len(row) == len(twin.header) for row in twin.rows)
+    assert all(len(row) == len(header) for header, rows in tables for row in rows)
 
 
 def test_every_control_has_a_label_and_its_start_among_the_options(explorer):
@@ -37,21 +49,36 @@ def test_every_control_has_a_label_and_its_start_among_the_options(explorer):
         assert explorer.start[control.key] in [value for _, value in control.options]
 
 
+def test_every_choice_gives_a_view_or_one_clear_line(explorer):
+    for control in explorer.controls:
+        given = 0
+        for _, value in control.options:
+            now = {**explorer.start, control.key: value}
+            try:
+                view = explorer.show(now, explorer.start)
+            except ValueError as error:
+                assert "\n" not in str(error) and len(str(error)) < 250
+                continue
+            given += 1
+            assert view.status() and view.html(live=True)
+            assert (control.label in view.change) == (value != explorer.start[control.key])
+        assert given > len(control.options) / 2, control.label
+
+
 def test_controls_answer(explorer):
-    box = explorer.live()
-    controls, answer = box.children
-    assert all(dropdown.description for dropdown in controls.children)
-    for dropdown in controls.children:
-        before = answer.value
-        values = [value for _, value in dropdown.options] if dropdown.options else []
-        dropdown.value = next(v for v in values if v != dropdown.value)
-        assert answer.value != before
-    assert "<img" in answer.value and "alt='" in answer.value
+    made, boxes = live(explorer)
+    for label, box in boxes.items():
+        before = made.status.value, made.answer.value
+        assert box.description == label
+        values = [value for _, value in box.options]
+        box.value = values[values.index(box.value) - 1]  # from the first to the last
+        assert (made.status.value, made.answer.value) != before
+    assert "role='img' aria-label=" in made.answer.value
 
 
 def levels(**changed):
-    start = widgets.memory_levels().start
-    return widgets._levels_view({**start, **changed}, start if changed else None)
+    explorer = widgets.memory_levels()
+    return explorer.show({**explorer.start, **changed}, explorer.start if changed else None)
 
 
 def test_memory_levels_are_bytes_over_bandwidth():
@@ -65,7 +92,7 @@ def test_memory_levels_are_bytes_over_bandwidth():
 
 def test_memory_levels_says_what_a_change_did():
     view = levels(size="1 GB")
-    assert view.note.startswith("80 GB → 1 GB: 2.54 s → 31.7 ms.")
+    assert view.change == "Bytes to move 80 GB → 1 GB: 2.54 s → 31.7 ms."
     assert "NVLink3" not in {
         row[0] for row in levels(gpu="T4").rows
     }  # a T4 reaches its peers through the host
@@ -105,29 +132,28 @@ def test_four_consumers_starts_in_what_the_card_can_do():
 def test_four_consumers_agrees_with_the_footprint():
     expected = footprint("gpt2", Recipe(precision="fp32", micro_batch=1), "T4")
     view = consumers(precision="fp32")
-    now = {row[0]: row[2] for row in view.rows}
+    ((_, rows),) = view.tables()
+    now = {row[0]: row[2] for row in rows}
     assert now["all"] == units.format_bytes(expected.peak_bytes)
     assert now["parameters"] == units.format_bytes(expected.consumers_at_peak()["parameters"])
-    assert view.note.startswith("Precision amp-fp16 → fp32: ")
+    assert view.change.startswith("Precision amp-fp16 → fp32: ") and "step 2 of the seven" in view.change
 
 
 def test_four_consumers_says_what_does_not_fit():
     capacity = hardware.gpu("T4").memory_bytes
     view = consumers(micro_batch=128)
     assert f"too much on {hardware.gpu('T4').name}" in view.finding
-    assert units.format_bytes(capacity) in view.figure.memlab_alt and "Micro-batch 1 → 128: +" in view.note
+    assert units.format_bytes(capacity) in view.figure.memlab_alt and "Micro-batch 1 → 128: +" in view.change
     assert "free on T4" in consumers(micro_batch=2).finding
 
 
 def test_a_combination_that_cannot_work_is_said_and_left_behind():
-    explorer = widgets.four_consumers("gpt2", "T4")
-    controls, answer = explorer.live().children
-    by_label = {dropdown.description: dropdown for dropdown in controls.children}
-    by_label["Attention"].value = "flash"
-    assert "compute capability" in answer.value and "<img" not in answer.value
-    by_label["Attention"].value = "sdpa"
-    by_label["Micro-batch"].value = 4
-    assert "Micro-batch 1 → 4" in answer.value and "<img" in answer.value
+    made, boxes = live(widgets.four_consumers("gpt2", "T4"))
+    boxes["Attention"].value = "flash"
+    assert "compute capability" in made.status.value and not made.answer.value
+    boxes["Attention"].value = "sdpa"
+    boxes["Micro-batch"].value = 4
+    assert "Micro-batch 1 → 4" in made.status.value and made.answer.value
 
 
 def test_four_consumers_refuses_what_it_does_not_know():
@@ -193,11 +219,11 @@ def test_the_seven_steps_agree_with_the_footprint():
     explorer = widgets.seven_steps("bert-large", "T4", cards=1, batch=32)
     peaks = {row[0]: row[1] for row in explorer.twin.rows}
     assert len(peaks) == 8
-    recipe = Recipe(precision="amp-fp16", attention="sdpa", accumulation=32, checkpointing="full")
+    recipe = Recipe(precision="amp-fp16", attention="sdpa", accumulation=2, checkpointing="full")
     assert peaks["5 SDPA"] == units.format_bytes(footprint("bert-large", recipe, "T4").peak_bytes)
     assert peaks["6 ZeRO-3"] == peaks["5 SDPA"]  # one card
-    more = explorer.show({**explorer.start, "impl": "fused"}, explorer.start)
-    assert "After all seven" in more.note and more.figure is not None
+    more = explorer.show({**explorer.start, "optimizer": ("adamw", "fused")}, explorer.start)
+    assert "AdamW, foreach → AdamW, fused" in more.change and more.figure is not None
 
 
 def test_the_seven_steps_refuse_fewer_samples_than_cards():
