@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from memlab.models import ConvConfig, TransformerConfig
@@ -96,6 +97,12 @@ class Unit:
     blocks: int = 1  # that it consists of
     checkpointed: bool = False
     held: list[Store] = field(default_factory=list)  # other arguments that a checkpoint keeps
+
+    @property
+    def inputs(self) -> list[Store]:
+        """What a checkpoint keeps in place of the saved tensors."""
+        assert self.entry is not None
+        return [self.entry.store, *self.held]
 
 
 class Tape:
@@ -494,8 +501,11 @@ class Program:
         self.shared = [*self.angles, *([self.mask] if self.mask else [])]
 
         x = self._append("embed", None, self._embed(c))
-        for count, times in _repeats(c.layers, r):
-            x = self._segment(c, x, count, times)
+        every = r.checkpoint_every or 1
+        for _, times in _repeats(c.layers // every):
+            x = self._segment(c, x, every, times)
+        if rest := c.layers % every:
+            x = self._segment(c, x, rest, 1)
         tape.where = ""
         if c.family == "bert":
             first = tape.op("first token", [x], (batch, c.hidden), x.dtype, passes=True, inplace=x)
@@ -741,12 +751,16 @@ class Program:
         tape = self.tape
         x = self._stem(c, x)
         blocks = [(s, b) for s, depth in enumerate(c.depths) for b in range(depth)]
-        for count, start in _groups(blocks, self.recipe):
-            entry = x
-            for s, b in blocks[start : start + count]:
-                tape.where = f"stages.{s}.{b}."
-                x = self._bottleneck(x, c.widths[s], 2 if s > 0 and b == 0 else 1, b == 0)
-            x = self._append("block", entry, x, checkpointed=self.recipe.checkpointing != "none")
+        groups = (blocks[start : start + count] for count, start in _groups(blocks, self.recipe))
+        for _, run in groupby(groups, key=lambda group: [(s, b == 0) for s, b in group]):
+            alike = list(run)
+            for i, times in _repeats(len(alike)):
+                entry = x
+                for s, b in alike[i]:
+                    tape.where = f"stages.{s}.{b}."
+                    x = self._bottleneck(x, c.widths[s], 2 if s > 0 and b == 0 else 1, b == 0)
+                checkpointed = self.recipe.checkpointing != "none"
+                x = self._append("block", entry, x, times=times, checkpointed=checkpointed)
         tape.where, entry = "", x
         return self._append("head", entry, tape.linear(self._global(x), c.classes, "fc"))
 
@@ -789,17 +803,13 @@ class Program:
         return tape.op("all channels", [x, y], shape, x.dtype, slices=True)
 
 
-def _repeats(layers: int, recipe: Recipe) -> list[tuple[int, int]]:
-    """(blocks of a segment, how many such segments it stands for) in forward order.
+def _repeats(count: int) -> list[tuple[int, int]]:
+    """(which, how many it stands for) of `count` equal units in a row, in forward order.
 
-    The second segment stands for all in the middle: first and last are walked on their own, since live
-    bytes change from one equal segment to the next by an equal amount, so that the largest moment is at one
-    of the ends.
+    The second stands for all in the middle: first and last are walked on their own, since live bytes change
+    from one equal unit to the next by an equal amount, so that the largest moment is at one of the ends.
     """
-    every = recipe.checkpoint_every or 1
-    whole, rest = divmod(layers, every)
-    segments = [(every, 1)] * whole if whole <= 3 else [(every, 1), (every, whole - 2), (every, 1)]
-    return segments + ([(rest, 1)] if rest else [])
+    return [(i, 1) for i in range(count)] if count <= 3 else [(0, 1), (1, count - 2), (count - 1, 1)]
 
 
 def _groups(blocks: Sequence[Any], recipe: Recipe) -> Iterator[tuple[int, int]]:

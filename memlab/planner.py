@@ -41,13 +41,13 @@ from itertools import product
 from typing import Any
 
 from memlab import hardware, models
-from memlab.footprint import Footprint, footprint
+from memlab.footprint import footprint
 from memlab.hardware import GPU, Link
 from memlab.models import ConvConfig, TransformerConfig
 from memlab.operations import Program
 from memlab.recipe import MIN_8BIT, Recipe, RecipeError
 from memlab.units import CONSUMERS, DTYPE_BYTES, GB, PHASES, format_count, format_gb
-from memlab.walk import Holding, Walk
+from memlab.walk import Holding, Walk, leaving
 
 __all__ = [
     "Assumptions",
@@ -210,7 +210,6 @@ class Step:
 
     name: str
     recipe: Recipe
-    footprint: Footprint
     peak_bytes: int
     peak_phase: str
     consumers: Mapping[str, int]
@@ -544,7 +543,6 @@ class _Walked:
     peaks: Mapping[str, Mapping[str, int]]
     moments: Mapping[str, str]
     activations: int  # their own largest
-    host: Mapping[str, int]
 
 
 def engine_terms(config: Config, recipe: Recipe, gpu: GPU) -> list[EngineTerm]:
@@ -830,6 +828,7 @@ class _Planner:
         key = recipe.replace(
             optimizer="sgd", optimizer_impl="foreach", offload=rest, accumulation=min(recipe.accumulation, 2),
             precision="bf16" if recipe.precision == "bf16-master" else recipe.precision,  # masters are states
+            zero_stage=0 if recipe.zero_stage == 1 else recipe.zero_stage,  # it shards states alone
         )  # fmt: skip
         walk = self._walk(key)
         update = self._updating(recipe)
@@ -859,7 +858,7 @@ class _Planner:
         if found is None:
             walk = Walk(self.config, recipe.resolve(self.config), "cuda")
             walk.run()
-            found = _Walked(walk.peaks, walk.moments, walk.largest["activations"], walk.host)
+            found = _Walked(walk.peaks, walk.moments, walk.largest["activations"])
             self._walks[recipe] = found
         return found
 
@@ -991,7 +990,7 @@ class _Planner:
                 micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel,
                 optimizer="sgd", optimizer_impl="foreach", offload=("activations:cpu",),
             )  # fmt: skip
-            self._leaving[key] = self._walk(plain).host.get("activations", 0) // micro
+            self._leaving[key] = leaving(Program(self.config, plain.resolve(self.config), "cuda")) // micro
         return self._leaving[key]
 
     def _outside(self, r: Recipe) -> tuple[int, int]:
@@ -1429,8 +1428,8 @@ class _Planner:
     def _stepped(self, name: str, recipe: Recipe, taken: bool, why: str, price: str) -> Step:
         found = self.bytes(recipe)
         return Step(
-            name, recipe, footprint(self.config, recipe, self.card), found.peak, found.peak_phase,
-            dict(found.phases[found.peak_phase]), taken, self.fits(recipe), why, price,
+            name, recipe, found.peak, found.peak_phase, dict(found.phases[found.peak_phase]), taken,
+            self.fits(recipe), why, price,
         )  # fmt: skip
 
     def _smaller(self, now: Recipe) -> Iterator[Recipe]:

@@ -134,6 +134,19 @@ def _buffers(config: TransformerConfig | ConvConfig) -> int:
     return sum(buffer.bytes for buffer in config.buffers())
 
 
+def leaving(program: Program) -> int:
+    """Bytes that go to the host where saved tensors do: once for every operation that saves them.
+
+    Small ones stay. A checkpoint's inputs go in their place.
+    """
+    total = 0
+    for unit in program.units:
+        for stores in [unit.inputs] if unit.checkpointed else [op.saves for op in unit.ops]:
+            sizes = {id(store): store.bytes for store in stores if store.bytes >= 1024}
+            total += unit.times * sum(sizes.values())
+    return total
+
+
 class Walk:
     """Counts what is alive, operation by operation, and keeps the largest moment of each phase."""
 
@@ -155,21 +168,22 @@ class Walk:
         self.saved: list[tuple[Store, int]] = []  # what the forward leaves, and how often
         self.extra: list[int] = []  # activations of the equal units that a unit stands for
         self.away = recipe.offloaded("activations") is not None  # saved tensors wait outside the GPU
-        self.first = True  # micro-batch
         self.root = 0  # whole weights outside the blocks, where weights are streamed
         self.cached: list[Store] = []  # autocast's copies of the weights, and those of the equal units
         self.cached_extra = 0
         self.left: list[Store] = []  # outputs that selective checkpointing kept in vain
         self.pending: dict[object, Gradient] = {}  # value -> its gradient
         self.tied = 0  # the head's gradient of a tied embedding, until the embedding's own is added
-        self.leaf = 0  # the gradient of the embedding's output, which lives as long as autograd's graph
         self.rooted: list[tuple[int, int]] = []  # the same of weights outside the blocks (fully_shard's root)
         self.sent = 0  # the last reduce-scatter's input, kept until the next
         self.whole: list[tuple[int, int]] = []  # (bytes, values) of gradients not scattered or moved out yet
 
         self.streams = streams(recipe)
         self.scatters = recipe.zero_stage >= 2 or recipe.offloaded("gradients") is not None
-        self.have_gradients = not recipe.set_to_none
+        #: With accumulation the second micro-batch is walked, alone: it holds what the first does, and the
+        #: gradients, the last logits and loss besides. The third is like it.
+        self.again = recipe.accumulation > 1
+        self.have_gradients = self.again or not recipe.set_to_none
         self.states: dict[tuple[int, ...], list[StateTensor]] = {}  # by the shape of what is updated
         self.gradient_size = DTYPE_BYTES[recipe.gradient_dtype]
 
@@ -218,21 +232,13 @@ class Walk:
         self.program = Program(self.config, self.recipe, self.device)
         self.extra = [0] * len(self.program.units)
         if self.away:
-            self.host["activations"] = 0
+            self.host["activations"] = leaving(self.program)
         self._settle()
         for store in self.program.batch:
             store.refs = 2  # for the script, and as the first unit's input
             self.hold(store, "activations")
-        turns = min(self.recipe.accumulation, 2)  # the third micro-batch is like the second
-        variables = self.program.variables
-        for turn in range(turns):
-            self.first = not turn
-            self._forward(stale=[v.bytes for v in variables] if turn else [])
-            self._backward()
-            self.have_gradients = True
-            if turn < turns - 1:
-                for variable in variables:
-                    self.release(variable)
+        self._forward()
+        self._backward()
         self._step()
         self.peaks.pop("")
         self.moments.pop("")
@@ -288,9 +294,12 @@ class Walk:
 
     # forward
 
-    def _forward(self, stale: list[int]) -> None:
-        """`stale`: the last micro-batch's logits and loss, which variables hold until they're replaced."""
-        self.take("activations", sum(stale))
+    def _forward(self) -> None:
+        # the last micro-batch's logits and loss, which variables hold until they're replaced
+        stale = [variable.bytes for variable in self.program.variables] if self.again else []
+        leaf = self.program.leaf.bytes if self.again and self.program.leaf is not None else 0
+        self.take("activations", sum(stale) + leaf)
+        self.take("temporaries", leaf)  # its gradient
         self._begin("forward")
         self.root = self._weights(*(unit for unit in self.program.units if unit.label not in _STREAMED))
         self.take("temporaries", self.root)
@@ -315,8 +324,7 @@ class Walk:
             activations, temporaries = self.live["activations"], self.live["temporaries"]
             self._run(unit, i)
             if unit.checkpointed:
-                self._leave(self._inputs(unit), unit.times)
-                for store in self._inputs(unit) if not self.away else ():
+                for store in unit.inputs if not self.away else ():
                     store.refs += 1
             if unit.entry is not None:
                 self.release(unit.entry.store)
@@ -333,10 +341,8 @@ class Walk:
         self.give("activations", sum(stale[1:2]))
         self.now = "the loss's own gradient, 1"
         old_share = sum(stale[2:])
-        self.give("temporaries", self.leaf)  # the last micro-batch's graph went with the variables
-        if self.leaf and self.program.leaf is not None:
-            self.give("activations", self.program.leaf.bytes)
-        self.leaf = 0
+        self.give("temporaries", leaf)  # the last micro-batch's graph went with the variables
+        self.give("activations", leaf)
         for store in (*self.program.variables[2:], self.program.seed):
             store.refs = 1
             store.why = store.why or "the script's variable"
@@ -396,8 +402,6 @@ class Walk:
             if save:
                 for store in op.saves:
                     store.refs += 1
-            elif not unit.checkpointed:
-                self._leave(op.saves, unit.times)
             if kept and not again:
                 for store in op.made:
                     store.refs += 1
@@ -425,23 +429,12 @@ class Walk:
         made = {id(store): store for op in unit.ops if op.linear for store in op.made}
         return sum(store.bytes for store in made.values())
 
-    def _leave(self, stores: Iterable[Store], times: int) -> None:
-        """Saved tensors go to the host, once for every operation that saves them; small ones stay."""
-        if self.away and self.first:
-            sizes = {id(store): store.bytes for store in stores if store.bytes >= 1024}
-            self.host["activations"] += times * sum(sizes.values())
-
     def _end_autocast(self) -> None:
         for store in self.cached:
             self.release(store)
         self.cached.clear()
         self.give("temporaries", self.cached_extra)
         self.cached_extra = 0
-
-    def _inputs(self, unit: Unit) -> list[Store]:
-        """What a checkpoint keeps in place of the saved tensors."""
-        assert unit.entry is not None
-        return [unit.entry.store, *unit.held]
 
     def _list_saved(self) -> None:
         self.saved = [(store, 1) for store in self._standing() if store.refs > 0]
@@ -498,13 +491,13 @@ class Walk:
         for n in reversed(range(len(unit.ops))):
             op = unit.ops[n]
             if op.packs and not there:  # the first saved tensor that is asked for
-                for store in self._inputs(unit) if self.away else ():
+                for store in unit.inputs if self.away else ():
                     if store.refs == 0:
                         self.hold(store, "activations")
                     store.refs += 1
                 self._run(unit, i, again=True)
                 self._end_autocast()
-                for store in self._inputs(unit) if self.away else ():
+                for store in unit.inputs if self.away else ():
                     self.release(store)
                 there = True
             self._back_op(op, fetch=self.away and not unit.checkpointed)
@@ -517,7 +510,7 @@ class Walk:
                 self._scatter()
                 self.take("temporaries", own)
         if unit.checkpointed:
-            for store in (*(self._inputs(unit) if not self.away else ()), *self.left):
+            for store in (*(unit.inputs if not self.away else ()), *self.left):
                 self.release(store)
             self.left.clear()
 
@@ -553,8 +546,7 @@ class Walk:
         if incoming:
             self.briefly(op.back)
         if self.program.leaf is not None and self.program.leaf in op.outs:
-            self.leaf += sum(gradient.bytes for gradient in incoming)  # becomes its `.grad`
-            incoming = []
+            incoming = []  # becomes its `.grad`, which lives as long as autograd's graph
         for gradient in incoming:
             self._drop(gradient)
         for store in op.saves if not fetch else ():

@@ -76,6 +76,15 @@ def test_formula_is_the_trace_of_known_models(name: str, fields: dict[str, Any])
     agrees(name, Recipe(**fields), share=0.01)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
+def test_the_batch_outlives_each_micro_batch(precision: str) -> None:
+    """The images stay with the script while the second micro-batch runs, and in the update."""
+    recipe = Recipe(precision=precision, micro_batch=4, accumulation=2, image=64, optimizer="sgd")
+    traced = trace_step("resnet50", recipe).phase_peaks()
+    for phase, size in footprint("resnet50", recipe).phase_peaks().items():
+        assert abs(size - traced[phase]) <= (20_000 if phase == "backward" else 8), phase
+
+
 # at random
 
 
