@@ -17,8 +17,8 @@ if "google.colab" in sys.modules and importlib.util.find_spec("memlab") is None:
                 return [str(self)]
 
         raise NotInstalled(
-            f"memlab isn't installed: pip can't get {address} ({why.removeprefix('ERROR: ')[:200]}). "
-            "Check the address and the network, then run this cell again."
+            f"memlab isn't installed. Check the network and this address, {address}, "
+            f"then run this cell again. pip says: {why.removeprefix('ERROR: ')}"
         )
     importlib.invalidate_caches()
 
