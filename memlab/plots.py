@@ -324,7 +324,8 @@ def html_bars(
                 if small
                 else (
                     "<span style='height:100%'></span>"
-                    f"<span style='background:{COLOURS[name]};color:{_on(COLOURS[name])};padding:0 3px'>"
+                    f"<span style='background:{COLOURS[name]};color:{_on(COLOURS[name])};padding:0 3px;"
+                    "position:relative;z-index:1'>"
                     f"{text}</span>"
                 )
             )

@@ -115,6 +115,7 @@ _LEVER_OF = {
 _NO_LEVER = {
     "model": "another model", "gpu": "another card", "sequence": "another job", "batch": "another job",
     "optimizer": "another optimizer, which changes training",
+    "ranks": "data parallelism, which shares no memory",
 }  # fmt: skip
 
 
@@ -158,26 +159,35 @@ class View:
         said = [self.change, self.now.finding() if self.now else self.finding]
         return " ".join(text.rstrip(".") + "." for text in said if text)
 
-    def html(self, live: bool = False) -> str:
-        """Tables and note; live also the bars, which in the twin are its figure."""
+    def html(self) -> str:
+        """The static twin: tables and note. The finding is the title of its figure, where it has one."""
+        parts = [] if self.draw else [f"<p><strong>{html.escape(self.finding)}</strong></p>"]
+        parts += [_table(header, rows) for header, rows in self.tables()]
+        if self.note:
+            parts.append(f"<p>{html.escape(self.note)}</p>")
+        return "".join(parts)
+
+    def step_html(self) -> str:
+        """Live: the step's bars against its card, and its consumers; '' without a step."""
+        if self.now is None:
+            return ""
+        drawn: dict[str, Any] = {"before": self.before.footprint} if self.before else {}
+        drawn["now" if self.before else self.now.model] = self.now.footprint
+        where = {label: f"in {plots.phase(held.peak_phase)}" for label, held in drawn.items()}
+        bars = plots.html_bars(drawn, self.now.capacity, self.now.gpu, where)
+        return bars + _table(*self.tables()[0])
+
+    def lesson_html(self) -> str:
+        """Live: the chapter's own finding with its bars and table, and the note."""
         parts = []
-        if live and self.now is not None:
-            drawn: dict[str, Any] = {"before": self.before.footprint} if self.before else {}
-            drawn["now" if self.before else self.now.model] = self.now.footprint
-            where = {label: f"in {plots.phase(held.peak_phase)}" for label, held in drawn.items()}
-            parts.append(plots.html_bars(drawn, self.now.capacity, self.now.gpu, where))
-        header_and_rows = self.tables()
-        if self.now is not None:
-            parts.append(_table(*header_and_rows.pop(0)))
-        if live and self.bars and self.now is not None:
+        if self.bars or self.log_bars or self.rows:
             parts.append(f"<p style='margin:0.8em 0 0.2em'><b>{html.escape(self.finding)}</b></p>")
+        if self.bars and self.now is not None:
             parts.append(plots.html_bars(self.bars, self.now.capacity, self.now.gpu, small=True))
-        elif live and self.log_bars:
-            parts.append(f"<p style='margin:0.8em 0 0.2em'><b>{html.escape(self.finding)}</b></p>")
+        if self.log_bars:
             parts.append(plots.html_log_bars(self.log_bars))
-        elif not self.draw:
-            parts.insert(0, f"<p><strong>{html.escape(self.finding)}</strong></p>")
-        parts += [_table(header, rows) for header, rows in header_and_rows]
+        if self.rows:
+            parts.append(_table(self.header, self.rows))
         if self.note:
             parts.append(f"<p style='margin:0.6em 0'>{html.escape(self.note)}</p>")
         return "".join(parts)
@@ -199,7 +209,10 @@ class View:
 
 
 #: Columns that a narrow page does without (see _STYLE).
-_WIDE = ("before", "arithmetic", "bandwidth", "when", "micro-batches a step")
+_WIDE = (
+    "before", "arithmetic", "bandwidth", "when", "micro-batches a step", "in", "parameters", "gradients",
+    "optimizer states",
+)  # fmt: skip
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -270,14 +283,20 @@ def _step_change(
         said += f" ({plots.word(most)} {_signed(held[most] - was[most])})"
     if now.get("zero_stage") and step.recipe.world_size == 1:
         said += ": ZeRO shards over ranks, and there is one"
+    if now.get("sequence", 0) > (step.recipe.sequence or now.get("sequence", 0)):
+        said += f": {step.model} has {step.recipe.sequence:,} positions and no more"
     if old.peak_phase != new.peak_phase:
         said += f", which moves from {plots.phase(old.peak_phase)} to {plots.phase(new.peak_phase)}"
     moved = _changed(controls, now, before)
     if len(moved) != 1:
         return said + "."
-    if lever := _LEVER_OF.get(moved[0].key):
+    key, r = moved[0].key, step.recipe
+    lever = _LEVER_OF.get(key)
+    if key == "ranks" and not (r.zero_stage or r.tensor_parallel > 1):
+        lever = None
+    if lever:
         return f"{said}. This is step {lever} of the seven, {_SEVEN[lever]}."
-    return f"{said}. This is {_NO_LEVER.get(moved[0].key, 'another job')}, none of the seven steps."
+    return f"{said}. This is {_NO_LEVER.get(key, 'another job')}, none of the seven steps."
 
 
 def _signed(size: int) -> str:
@@ -411,7 +430,8 @@ class _Live:
         )
         self.boxes = {control.key: self._control(widgets, control) for control in explorer.controls}
         self.status = text(_said("Change a control to see what it does."), "memlab-status")
-        self.answer = text(_page(explorer.twin.html(live=True)), "memlab-answer")
+        self.answer = text(_page(explorer.twin.step_html()), "memlab-answer")
+        self.lesson = text(_page(explorer.twin.lesson_html()), "memlab-lesson")
         children = [
             widgets.Box(
                 list(self.boxes.values()),
@@ -432,7 +452,9 @@ class _Live:
                 layout={"display": "flex", "flex_flow": "row wrap", "align_items": "center", "margin": "0"},
             )
             children += [buttons, self.traced, self.result]
-        self.box = widgets.VBox([*children, names], layout={"width": "auto", "max_width": "60em"})
+        self.box = widgets.VBox(
+            [*children, self.lesson, names], layout={"width": "auto", "max_width": "60em"}
+        )
         self.box.add_class("memlab-explorer")
         for key, box in self.boxes.items():
             box.observe(lambda _, key=key: self._moved(key), names="value")
@@ -443,8 +465,8 @@ class _Live:
             options=control.options,
             value=self.explorer.start[control.key],
             description=control.label,
-            style={"description_width": "7.5em"},
-            layout={"flex": "1 1 19em", "min_width": "15em", "max_width": "27em", "width": "auto"},
+            style={"description_width": "8em"},
+            layout={"flex": "1 1 20em", "min_width": "15em", "max_width": "27em", "width": "auto"},
         )
 
     def _moved(self, key: str) -> None:
@@ -456,15 +478,16 @@ class _Live:
                     self.before, self.moving = self.valid, key
                 if (quick := self.explorer.quick(now, self.before)) is not None:
                     self.status.value = _said(quick.status())
-                    self.answer.value = _page(quick.html(live=True))
+                    self.answer.value = _page(quick.step_html())
                 view = self.explorer.show(now, self.before)
                 self.valid = now
-                status, answer = view.status(), view.html(live=True)
+                shown = (view.status(), view.step_html(), view.lesson_html())
             except ValueError as error:
-                status, answer = f"This can't be: {error}", ""
+                shown = (f"This can't be: {error}", "", "")
             except Exception as error:
-                status, answer = _failure(error), ""
-            self.status.value, self.answer.value = _said(status), _page(answer)
+                shown = (_failure(error), "", "")
+            self.status.value = _said(shown[0])
+            self.answer.value, self.lesson.value = _page(shown[1]), _page(shown[2])
 
     # the trace
 
@@ -571,6 +594,11 @@ def _traced(step: Step, outcome: Mapping[str, Any]) -> tuple[str, str]:
         f"{step.gpu}; {outcome['seconds']:.1f} s. A consumer's row is its own largest: the rows don't add up "
         "to the peak. The gap is formula − trace."
     )
+    if step.recipe.master_dtype and step.recipe.zero_stage >= 2:
+        note += (
+            " The formula is ZeRO's: 16-bit shards beside fp32 masters; PyTorch's fully_shard, as traced, has "
+            "the fp32 shards alone."
+        )
     why = ""
     if reasons:
         listed = "".join(reasons)
@@ -819,12 +847,12 @@ def checkpoint_segments(model: str = "llama2-7b", gpu: str = "A100-80GB") -> Exp
     config, card = models.model(model), hardware.gpu(gpu)
     if not isinstance(config, models.TransformerConfig):
         raise ValueError(f"{config.name} has no row of equal blocks; choose a transformer, such as gpt2")
-    lengths = (("none", 0), *((f"{n}", n) for n in _SEGMENTS))
+    lengths = (("none", 0), *((f"{n} block{'s' * (n > 1)}", n) for n in _SEGMENTS))
     controls = [
         _model_control(transformers=True),
         _card_control(),
         _sizes("micro_batch", "Micro-batch", _MICRO_BATCHES, 4),
-        Control("segment", "Blocks a segment", lengths, slider=True),
+        Control("segment", "Segment", lengths, slider=True),
         Control("attention", "Attention", _names(("sdpa", "eager"))),
         Control("optimizer", "Optimizer", _OPTIMIZERS),
     ]
@@ -894,8 +922,8 @@ def _segments_view(controls: Sequence[Control], now: Choices, before: Choices | 
         finding, header, tuple(rows), f"{step.note()} {note}", draw,
         change=_step_change(controls, now, before, step, earlier), now=step, before=earlier,
         bars={
-            f"{row[0]}:": f.consumers_at_peak()
-            for row, f in zip(rows, (plain, *found.values()), strict=True)
+            f"{row[0]} a segment:" if i else "no segments:": f.consumers_at_peak()
+            for i, (row, f) in enumerate(zip(rows, (plain, *found.values()), strict=True))
         },
     )  # fmt: skip
 
@@ -1129,7 +1157,7 @@ def seven_steps(
         Control("optimizer", "Optimizer", _OPTIMIZERS),
         _sizes("micro_batch", "1 Micro-batch", _MICRO_BATCHES, each),
         Control("precision", "2 Precision", _names(_PRECISIONS)),
-        Control("checkpointing", "4 Checkpointing", _names(_CHECKPOINTING)),
+        Control("checkpointing", "4 Checkpoints", _names(_CHECKPOINTING)),
         Control("attention", "5 Attention", _names(recipe.ATTENTION)),
         Control("zero_stage", "6 ZeRO", _STAGE_NAMES),
         Control("offload", "7 Offload", _OFFLOADS),

@@ -60,7 +60,7 @@ def test_every_choice_gives_a_view_or_one_clear_line(explorer):
                 assert "\n" not in str(error) and len(str(error)) < 250
                 continue
             given += 1
-            assert view.status() and view.html(live=True)
+            assert view.status() and view.step_html() + view.lesson_html()
             assert (control.label in view.change) == (value != explorer.start[control.key])
         assert given > len(control.options) / 2, control.label
 
@@ -68,12 +68,12 @@ def test_every_choice_gives_a_view_or_one_clear_line(explorer):
 def test_controls_answer(explorer):
     made, boxes = live(explorer)
     for label, box in boxes.items():
-        before = made.status.value, made.answer.value
+        before = made.status.value, made.answer.value, made.lesson.value
         assert box.description == label
         values = [value for _, value in box.options]
         box.value = values[values.index(box.value) - 1]  # from the first to the last
-        assert (made.status.value, made.answer.value) != before
-    assert "role='img' aria-label=" in made.answer.value
+        assert (made.status.value, made.answer.value, made.lesson.value) != before
+    assert "role='img' aria-label=" in made.answer.value + made.lesson.value
 
 
 def levels(**changed):
