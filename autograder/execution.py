@@ -19,7 +19,7 @@ import zmq
 from jupyter_client.session import Session
 
 from autograder import integrity
-from autograder.evidence import check_number, exercise_seed
+from autograder.evidence import check_number, exercise_seed, unfit
 from autograder.sandbox import KERNEL_TIMEOUT, Kernel, Sandbox, SandboxError
 from memlab.exercises import EVIDENCE_MIME
 from memlab.units import MB, format_bytes
@@ -157,14 +157,15 @@ class _Run:
         sink = _Sink(min(self.budget.cell_output, self.left), self.budget)
         seconds = min(self.budget.cell_seconds, max(self.until - time.monotonic(), 1))
         reply = client.execute(source, seconds, sink)
-        if any(
-            item.get("source") == "ask_exit" for item in reply.get("payload") or [] if isinstance(item, dict)
+        payload = reply.get("payload")
+        if isinstance(payload, list) and any(
+            item.get("source") == "ask_exit" for item in payload if isinstance(item, dict)
         ):
             raise _Stopped("exit() was called")
         self.left = max(self.left - sink.used, 0)
         outputs = sink.outputs()
         if reply.get("status") == "error" and not any(o.output_type == "error" for o in outputs):
-            outputs.append(_error(str(reply.get("ename"))[:100], str(reply.get("evalue"))[:500]))
+            outputs.append(_error(_text(reply.get("ename"))[:100], _text(reply.get("evalue"))[:500]))
         return outputs
 
 
@@ -173,6 +174,11 @@ class _Run:
 
 def _error(name: str, text: str) -> Any:
     return nbformat.v4.new_output("error", ename=name, evalue=text, traceback=[f"{name}: {text}"])  # type: ignore[no-untyped-call]
+
+
+def _text(value: Any) -> str:
+    """A text of a hostile kernel, which may send anything in its place."""
+    return value if isinstance(value, str) else type(value).__name__
 
 
 class _Sink:
@@ -211,7 +217,7 @@ class _Sink:
         elif kind == "error":
             lines = content.get("traceback")
             text = [line for line in lines if isinstance(line, str)] if isinstance(lines, list) else []
-            name, value = str(content.get("ename"))[:200], str(content.get("evalue"))[:5_000]
+            name, value = _text(content.get("ename"))[:200], _text(content.get("evalue"))[:5_000]
             output = nbformat.v4.new_output("error", ename=name, evalue=value, traceback=text)  # type: ignore[no-untyped-call]
             if not self._keep(sum(map(len, text)), output):
                 self._outputs.append(_error(name, value))  # that it failed is never left out
@@ -246,10 +252,12 @@ class _Sink:
         if kind == "execute_result":
             extra["execution_count"] = None
         if EVIDENCE_MIME in data:
-            size = len(json.dumps(data[EVIDENCE_MIME]))
-            if size <= self.budget.evidence:
-                shown = {EVIDENCE_MIME: data[EVIDENCE_MIME], "text/plain": "evidence"}
-                self._outputs.append(nbformat.v4.new_output(kind, data=shown, **extra))  # type: ignore[no-untyped-call]
+            payload = data[EVIDENCE_MIME]
+            why = unfit(payload)
+            if not why and len(json.dumps(payload)) > self.budget.evidence:
+                why = f"it is larger than {format_bytes(self.budget.evidence)}"
+            shown = {EVIDENCE_MIME: {"refused": why} if why else payload, "text/plain": "evidence"}
+            self._outputs.append(nbformat.v4.new_output(kind, data=shown, **extra))  # type: ignore[no-untyped-call]
             return
         output = nbformat.v4.new_output(kind, data=shown, **extra)  # type: ignore[no-untyped-call]
         if shown:
@@ -329,10 +337,11 @@ class _Client:
         sink = _Sink(100_000, Budget())
         expressions = {"answer": expression} if expression else {}
         reply = self.execute(code, Budget.cell_seconds, sink, silent=True, expressions=expressions)
-        status = str(reply.get("ename") if reply.get("status") == "error" else reply.get("status"))
-        found = (reply.get("user_expressions") or {}).get("answer") or {}
-        text = (found.get("data") or {}).get("text/plain", "") if isinstance(found, dict) else ""
-        return status, str(text), sink.outputs()
+        status = _text(reply.get("ename") if reply.get("status") == "error" else reply.get("status"))
+        found: Any = reply
+        for name in ("user_expressions", "answer", "data", "text/plain"):
+            found = found.get(name) if isinstance(found, dict) else None
+        return status, _text(found or ""), sink.outputs()
 
     def execute(
         self,

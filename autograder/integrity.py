@@ -16,8 +16,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from autograder.evidence import canary_seed, evidence_of
-from memlab.exercises import exercises, rate
+from autograder.evidence import canary_seed, evidence_of, scored
+from memlab.exercises import exercises
 
 Ask = Callable[[str, str], tuple[str, str, list[Any]]]
 
@@ -107,7 +107,7 @@ class Watch:
         found = self._compare(digest)
         evidence = evidence_of(outputs, number, own)
         exercise = exercises(number.partition(".")[0])[number]
-        if evidence is not None and rate(exercise, evidence).points >= exercise.points:
+        if evidence is not None and scored(number, evidence, own).points >= exercise.points:
             found.append(f"a wrong answer ({wrong}) earns full points")
         return found
 

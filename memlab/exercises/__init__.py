@@ -3,9 +3,11 @@
 `check("2.1", answer)` runs the answer on inputs of its own, prints what to do next and returns the points.
 Each exercise is two functions:
 
-* `evidence(answer, seed)` runs the student's code and returns plain data (`plain`), nothing else;
-* `score(evidence)` is pure: it turns that data into points and messages. It needs no torch and no student
-  code, so a grader can call it in another process, on evidence collected with a seed of its own.
+* `evidence(answer, seed)` runs the student's code and returns plain data (`plain`): what was answered and
+  measured, and never what was asked or what is right;
+* `score(evidence, seed)` is pure: it draws the same questions from the seed, knows what is right, and turns
+  the answers into points and messages. It needs no torch and no student code, so a grader can call it in
+  another process, with a seed of its own. Evidence without exactly one answer to each question is foreign.
 
 One file per chapter (`memory_basics`, `four_consumers`, …), each with a tuple `EXERCISES`.
 """
@@ -22,12 +24,12 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from memlab.units import unknown_name
 
@@ -38,17 +40,30 @@ EVIDENCE_MIME = "application/vnd.memlab.evidence+json"
 CHAPTERS = {"1": "memory_basics", "2": "four_consumers", "3": "deep", "4": "wide", "5": "big_data",
             "6": "combined", "7": "faq"}  # fmt: skip
 
-#: Characters of one text, and of all evidence of one check as JSON.
-_MAX_TEXT, _MAX_EVIDENCE = 10_000, 2_000_000
+#: Characters of one text, of a key or a type's name, of one message, and of a check's evidence as JSON.
+_MAX_TEXT, _MAX_NAME, _MAX_MESSAGE, _MAX_EVIDENCE = 10_000, 200, 2_000, 2_000_000
+
+#: The error of an answer that isn't written yet, where an exercise asks for several.
+NOT_WRITTEN = "not written yet"
 
 Evidence = dict[str, Any]
+Question = TypeVar("Question")
 
 
 class Score(NamedTuple):
-    """Points earned and what to tell the student, one line each, the first thing to mend first."""
+    """Points earned and what to tell the student, one line each, the first thing to mend first.
+
+    `doubt` says what is odd about the evidence itself: `foreign` where no run of the check leaves such
+    evidence, `malformed` where the score can't read it; both earn nothing.
+    """
 
     points: float
     messages: tuple[str, ...] = ()
+    doubt: str = ""
+
+
+class ForeignEvidence(ValueError):
+    """Evidence that doesn't hold exactly one answer to each question: no check hands that over."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,7 @@ class Exercise:
     title: str
     points: int
     evidence: Callable[[Any, int], Evidence]
-    score: Callable[[Evidence], Score]
+    score: Callable[[Evidence, int], Score]
     read: str
 
     @property
@@ -100,7 +115,7 @@ def plain(value: Any, depth: int = 6) -> Any:
     if depth > 0 and kind in (list, tuple):
         return [plain(item, depth - 1) for item in value[:10_000]]
     if depth > 0 and kind in (dict, OrderedDict, defaultdict, Counter):
-        return {str(key): plain(item, depth - 1) for key, item in list(value.items())[:10_000]}
+        return {str(key)[:_MAX_NAME]: plain(item, depth - 1) for key, item in list(value.items())[:10_000]}
     module = kind.__module__
     if (module == "torch" and kind.__name__ in ("Tensor", "Parameter")) or module == "torch.nn.parameter":
         return plain(value.detach().tolist(), depth) if value.numel() <= 10_000 else {"type": "large Tensor"}
@@ -108,7 +123,7 @@ def plain(value: Any, depth: int = 6) -> Any:
         return plain(value.tolist(), depth) if value.size <= 10_000 else {"type": "large array"}
     if module == "torch" and kind.__name__ in ("dtype", "Size", "device"):
         return list(value) if kind.__name__ == "Size" else str(value)
-    return {"type": kind.__name__}
+    return {"type": str(kind.__name__)[:_MAX_NAME]}
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -122,6 +137,51 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, A
         raise
     except (Exception, SystemExit) as error:
         return {"error": one_line(error)}
+
+
+def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """`call`, but an answer of several that isn't written yet is evidence too."""
+    try:
+        return call(function, *args, **kwargs)
+    except NotImplementedError:
+        return {"error": NOT_WRITTEN}
+
+
+def unwritten(entries: Iterable[Evidence]) -> bool:
+    """None of the answers is written yet."""
+    return {entry.get("error") for entry in entries} == {NOT_WRITTEN}
+
+
+def stopped(name: str, entry: Evidence) -> str:
+    """What the error of one answer says, for a message."""
+    error = entry["error"]
+    return f"{name}: {error}" if error == NOT_WRITTEN else f"{name} stopped with {error}"
+
+
+def several(answer: Any, exercise: str, *names: str) -> tuple[Any, ...]:
+    """The answers of an exercise that asks for more than one."""
+    if type(answer) is not tuple or len(answer) != len(names):
+        count = {2: "both", 3: "all three"}[len(names)]
+        raise TypeError(f'write check("{exercise}", {", ".join(names)}): it asks for {count}')
+    return answer
+
+
+def answers_to(questions: Iterable[Question], entries: Any) -> list[tuple[Question, Evidence]]:
+    """Each question with what `call` gave for it. Raises ForeignEvidence unless each has exactly one."""
+    asked = list(questions)
+    if type(entries) is not list or len(entries) != len(asked):
+        raise ForeignEvidence(f"{len(asked)} questions were asked")
+    for entry in entries:
+        if type(entry) is not dict or ("value" in entry) is ("error" in entry):
+            raise ForeignEvidence("a question has no answer, or two")
+    return list(zip(asked, entries, strict=True))
+
+
+def exactly(entries: Any, number: int) -> list[Any]:
+    """A list of `number` measurements. Raises ForeignEvidence where it isn't."""
+    if type(entries) is not list or len(entries) != number:
+        raise ForeignEvidence(f"{number} measurements were made")
+    return entries
 
 
 def one_line(error: BaseException) -> str:
@@ -186,7 +246,7 @@ def check(exercise_id: str, *answer: Any) -> float:
     if os.environ.get("MEMLAB_GRADING"):
         _hand_over(exercise, seed, evidence)
         return math.nan
-    score = rate(exercise, evidence)
+    score = rate(exercise, evidence, seed)
     print(report(exercise, score))
     _remember(exercise, score)
     return int(score.points) if score.points == int(score.points) else score.points
@@ -202,19 +262,32 @@ def collect(exercise: Exercise, answer: Any, seed: int) -> Evidence:
         return {"error": one_line(error)}
 
 
-def rate(exercise: Exercise, evidence: Mapping[str, Any]) -> Score:
-    """Points for evidence, between 0 and the exercise's maximum; malformed evidence earns 0."""
-    if evidence.get("not_written"):
+def rate(exercise: Exercise, evidence: Mapping[str, Any], seed: int = 0) -> Score:
+    """Points for evidence collected with this seed, between 0 and the exercise's maximum.
+
+    Raises nothing, whatever the evidence is: what can't be read earns 0, and `Score.doubt` says so.
+    """
+    if evidence.get("not_written") is True:
         return Score(
             0, (f"not written yet: replace `raise NotImplementedError` under `# exercise {exercise.id}`",)
         )
     if "error" in evidence:
-        return Score(0, (f"your code stopped with {evidence['error']}",))
+        return Score(0, _short((f"your code stopped with {evidence['error']}",)))
     try:
-        score = exercise.score(dict(evidence))
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
-        return Score(0, ("the answer has the wrong form: read again what the exercise asks to return",))
-    return Score(min(max(score.points, 0), exercise.points), score.messages)
+        score = exercise.score(dict(evidence), seed)
+        points = min(max(float(score.points), 0), exercise.points)
+    except ForeignEvidence as error:
+        return Score(0, ("this isn't what the check hands over",), f"foreign: {error}")
+    except Exception as error:  # evidence of a hostile kernel may be anything
+        why = f"malformed: {type(error).__name__}"
+        return Score(0, ("the answer has the wrong form: read again what the exercise asks to return",), why)
+    if math.isnan(points):
+        return Score(0, (), "malformed: nan points")
+    return Score(points, _short(score.messages))
+
+
+def _short(messages: Iterable[str]) -> tuple[str, ...]:
+    return tuple(message[:_MAX_MESSAGE] for message in messages)
 
 
 def report(exercise: Exercise, score: Score) -> str:

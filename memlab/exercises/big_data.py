@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import random
+import struct
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,7 +19,23 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
-from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number, one_line, plain
+from memlab.exercises import (
+    NOT_WRITTEN,
+    Evidence,
+    Exercise,
+    Score,
+    Tally,
+    answers_to,
+    close,
+    exactly,
+    guarded,
+    is_number,
+    one_line,
+    plain,
+    several,
+    stopped,
+    unwritten,
+)
 from memlab.exercises.limits import contained
 from memlab.units import GB, GIB, MB, MIB, format_bytes
 
@@ -28,20 +45,6 @@ if TYPE_CHECKING:
 
 def _random(exercise: str, seed: int) -> random.Random:
     return random.Random(f"{exercise}/{seed}")
-
-
-def _several(answer: Any, exercise: str, *names: str) -> tuple[Any, ...]:
-    if type(answer) is not tuple or len(answer) != len(names):
-        raise TypeError(f'write check("{exercise}", {", ".join(names)}): it needs all {len(names)}')
-    return answer
-
-
-def _guarded(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """`call`, but a function of several that isn't written yet is evidence too."""
-    try:
-        return call(function, *args)
-    except NotImplementedError:
-        return {"error": "it isn't written yet", "not_written": True}
 
 
 def _shown(value: Any) -> str:
@@ -176,21 +179,21 @@ def _lengths_5_1(seed: int) -> list[_Length]:
 
 
 def _evidence_5_1(answer: Any, seed: int) -> Evidence:
-    fit, crossover = _several(answer, "5.1", "fit", "crossover")
+    fit, crossover = several(answer, "5.1", "fit", "crossover")
     cases = _lengths_5_1(seed)
-    fits = [_guarded(fit, list(c.lengths), c.measured()) for c in cases]
-    crossings = [_guarded(crossover, float(c.linear), float(c.quadratic)) for c in cases]
-    if all(entry.get("not_written") for entry in (*fits, *crossings)):
+    fits = [guarded(fit, list(c.lengths), c.measured()) for c in cases]
+    crossings = [guarded(crossover, float(c.linear), float(c.quadratic)) for c in cases]
+    if unwritten([*fits, *crossings]):
         raise NotImplementedError("exercise 5.1")
-    return {"seed": seed, "fits": fits, "crossings": crossings}
+    return {"fits": fits, "crossings": crossings}
 
 
-def _score_5_1(evidence: Evidence) -> Score:
+def _score_5_1(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    cases = _lengths_5_1(evidence["seed"])
-    found = [_fault_fit(case, entry) for case, entry in zip(cases, evidence["fits"], strict=True)]
+    cases = _lengths_5_1(seed)
+    found = [_fault_fit(case, entry) for case, entry in answers_to(cases, evidence["fits"])]
     tally.award(1, not any(found), next(filter(None, found), ""))
-    crossed = [_fault_crossing(case, entry) for case, entry in zip(cases, evidence["crossings"], strict=True)]
+    crossed = [_fault_crossing(case, entry) for case, entry in answers_to(cases, evidence["crossings"])]
     tally.award(0.5, not any(crossed[:-1]), next(filter(None, crossed[:-1]), ""))
     tally.award(0.5, not any(crossed), crossed[-1])  # nothing is no crossing at all
     return Score(tally.points, tuple(dict.fromkeys(filter(None, tally.messages))))
@@ -277,26 +280,26 @@ def _images_5_2(seed: int) -> list[tuple[int, int, int]]:
 
 
 def _evidence_5_2(answer: Any, seed: int) -> Evidence:
-    growth, largest, sides = _several(answer, "5.2", "growth", "largest_batch", "resolution")
+    growth, largest, sides = several(answer, "5.2", "growth", "largest_batch", "resolution")
     found = {
-        "growth": [_guarded(growth, *case) for case in _batches_5_2(seed)],
-        "largest": [_guarded(largest, *case) for case in _rooms_5_2(seed)],
-        "resolution": [_guarded(sides, *case) for case in _images_5_2(seed)],
+        "growth": [guarded(growth, *case) for case in _batches_5_2(seed)],
+        "largest": [guarded(largest, *case) for case in _rooms_5_2(seed)],
+        "resolution": [guarded(sides, *case) for case in _images_5_2(seed)],
     }
-    if all(entry.get("not_written") for entry in itertools.chain(*found.values())):
+    if unwritten(itertools.chain(*found.values())):
         raise NotImplementedError("exercise 5.2")
-    return {"seed": seed, **found}
+    return {**found}
 
 
-def _score_5_2(evidence: Evidence) -> Score:
-    tally, seed = Tally(), evidence["seed"]
+def _score_5_2(evidence: Evidence, seed: int) -> Score:
+    tally = Tally()
     rows: tuple[tuple[str, float, list[Any], Callable[[Any, Evidence], str]], ...] = (
         ("growth", 1, _batches_5_2(seed), _fault_growth),
         ("largest", 0.5, _rooms_5_2(seed), _fault_largest),
         ("resolution", 0.5, _images_5_2(seed), _fault_resolution),
     )
     for key, points, cases, fault in rows:
-        found = [fault(case, entry) for case, entry in zip(cases, evidence[key], strict=True)]
+        found = [fault(case, entry) for case, entry in answers_to(cases, evidence[key])]
         tally.award(points, not any(found), next(filter(None, found), ""))
     return tally.score()
 
@@ -367,7 +370,8 @@ def _fault_resolution(case: tuple[int, int, int], entry: Evidence) -> str:
 
 # -- 5.3 the accumulation loop -----------------------------------------------------------------------------
 
-_WIDTH_3, _CLASSES_3 = 32, 16
+_WIDTH_3, _CLASSES_3, _DEPTH_3 = 32, 16, 6
+_GRADIENTS_3 = 4 * (_WIDTH_3 + 1) * (_DEPTH_3 * _WIDTH_3 + _CLASSES_3)  # bytes
 
 
 class _Group(NamedTuple):
@@ -418,7 +422,6 @@ def _micro_batches(group: _Group, seed: int) -> list[tuple[torch.Tensor, torch.T
 def _evidence_5_3(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
         return {
-            "seed": seed,
             **{name: _accumulated(answer, g, seed) for name, g in _groups_5_3(seed).items()},
         }
 
@@ -435,7 +438,7 @@ def _accumulated(answer: Any, group: _Group, seed: int) -> Evidence:
 
     torch.manual_seed(_seeded("5.3 model", seed))
     made = nn.Sequential(
-        *itertools.chain(*((nn.Linear(_WIDTH_3, _WIDTH_3), nn.Tanh()) for _ in range(6))),
+        *itertools.chain(*((nn.Linear(_WIDTH_3, _WIDTH_3), nn.Tanh()) for _ in range(_DEPTH_3))),
         nn.Linear(_WIDTH_3, _CLASSES_3),
     )
     batches = _micro_batches(group, seed)
@@ -514,15 +517,14 @@ def _accumulated(answer: Any, group: _Group, seed: int) -> Evidence:
         "bytes": own_bytes,
         "one": one_bytes,
         "whole": whole_bytes,
-        "gradients": sum(p.nbytes for p in made.parameters()),
     }
 
 
-def _score_5_3(evidence: Evidence) -> Score:
+def _score_5_3(evidence: Evidence, seed: int) -> Score:
     if borrowed := _is_borrowed(evidence):
         return borrowed
     tally = Tally()
-    groups = _groups_5_3(evidence["seed"])
+    groups = _groups_5_3(seed)
     mean = _fault_group(groups["mean"], evidence["mean"])
     right = tally.award(1, not mean, mean)
     for name in ("last", "tokens"):
@@ -530,7 +532,7 @@ def _score_5_3(evidence: Evidence) -> Score:
         tally.award(0.5, not fault, fault)
     if right:
         run = evidence["mean"]
-        most = 1.1 * run["one"] + run["gradients"]
+        most = 1.1 * run["one"] + _GRADIENTS_3
         tally.award(
             1,
             run["bytes"] <= most < run["whole"],
@@ -560,7 +562,7 @@ def _fault_group(group: _Group, run: Evidence) -> str:
                 "is a group too"
             )
         return f"{where}: {run['steps']} optimizer steps, should be {group.steps}"
-    errors = run["errors"]
+    errors = exactly(run["errors"], group.steps)
     index = next((i for i, e in enumerate(errors) if not (is_number(e) and e <= 1e-4)), None)
     if index is None:
         return ""
@@ -631,9 +633,8 @@ def _evidence_5_4(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
         lives = [_life(answer, s, seed + i) for i, s in enumerate(_schedules_5_4(seed))]
         if any("error" in life for life in lives):
-            return {"seed": seed, "lives": lives}
+            return {"lives": lives}
         return {
-            "seed": seed,
             "lives": lives,
             **_clipped(answer, seed),
             **_scaler_bytes(answer, seed),
@@ -684,7 +685,7 @@ def _clipped(answer: Any, seed: int) -> Evidence:
     """unscale_, clip, step: the scaler must not divide a second time."""
     import torch
 
-    weight = torch.nn.Parameter(torch.ones(50))
+    weight = torch.nn.Parameter(torch.ones(_CLIPPED_4))
     optimizer = torch.optim.SGD([weight], lr=1.0, foreach=False)
     try:
         scaler = answer(2.0**10, 2.0, 0.5, 100)
@@ -703,10 +704,10 @@ def _clipped(answer: Any, seed: int) -> Evidence:
         raise
     except (Exception, SystemExit) as error:
         return {"clip": {"error": one_line(error)}}
-    return {"clip": {"norm": plain(float(norm)), "right": 3.0 * math.sqrt(50), "moved": moved}}
+    return {"clip": {"norm": plain(float(norm)), "moved": moved}}
 
 
-_TENSORS_4, _SIDE_4 = 12, 64
+_TENSORS_4, _SIDE_4, _CLIPPED_4 = 12, 64, 50
 
 
 def _scaler_bytes(answer: Any, seed: int) -> Evidence:
@@ -743,7 +744,7 @@ def _scaler_bytes(answer: Any, seed: int) -> Evidence:
         raise
     except (Exception, SystemExit) as error:
         return {"bytes": {"error": one_line(error)}}
-    found = {"own": own, "one": 4 * _SIDE_4**2, "twin": measured(joined), "replaced": replaced[0]}
+    found = {"own": own, "twin": measured(joined), "replaced": replaced[0]}
     return {"bytes": found}
 
 
@@ -772,17 +773,17 @@ def _fp16(answer: Any, seed: int) -> Evidence:
         return {"zeros": {"error": one_line(error)}}
 
 
-def _score_5_4(evidence: Evidence) -> Score:
+def _score_5_4(evidence: Evidence, seed: int) -> Score:
     if borrowed := _is_borrowed(evidence):
         return borrowed
     tally = Tally()
-    lives = evidence["lives"]
+    lives = exactly(evidence["lives"], len(_schedules_5_4(seed)))
     for life in lives:
         if "error" in life:
             return Score(
                 0, (f"a scaler's life (scale, backward, step, update) stopped with {life['error']}",)
             )
-    pairs = list(zip(_schedules_5_4(evidence["seed"]), lives, strict=True))
+    pairs = list(zip(_schedules_5_4(seed), lives, strict=True))
     found = [_fault_weights(s, life) for s, life in pairs]
     weights = next(filter(None, found), "")
     good = tally.award(0.5, not weights, weights)
@@ -865,13 +866,14 @@ def _fault_factors(schedule: _Schedule, life: Evidence) -> str:
 def _fault_clip(run: Evidence) -> str:
     if "error" in run:
         return f"unscale_, clip, step, update, twice: it stopped with {run['error']}"
-    if not close(run["norm"], run["right"], 1e-3):
-        by = run["norm"] / run["right"] if is_number(run["norm"]) else 0
+    right = 3.0 * math.sqrt(_CLIPPED_4)
+    if not close(run["norm"], right, 1e-3):
+        by = run["norm"] / right if is_number(run["norm"]) else 0
         return (
             f"after unscale_ the gradient's norm is {by:,.6g} times the true one: unscale_ divides the "
             "gradients by the factor, in place"
         )
-    if not all(close(moved, 1.0, 1e-3) for moved in run["moved"]):
+    if not all(close(moved, 1.0, 1e-3) for moved in exactly(run["moved"], 2)):
         return (
             f"after unscale_ and clipping to 1, SGD moved by {_shown(run['moved'])} instead of 1 and "
             "1: step must not "
@@ -889,17 +891,18 @@ def _fault_bytes(run: Evidence, zeros: Evidence) -> str:
             f"fp16: {_shown(zeros['own'])} of the gradients are 0 with your scaler, "
             f"{_shown(zeros['none'])} without"
         )
-    if run["replaced"]:
+    if run["replaced"] != 0:
         return (
             f"unscale_ put {run['replaced']} of {_TENSORS_4} gradients into new tensors: divide in place "
             "(p.grad.mul_(…)), as its name says; who else holds a gradient would keep the scaled one"
         )
-    if run["own"] <= 4 * run["one"] < run["twin"]:
+    one = 4 * _SIDE_4**2
+    if run["own"] <= 4 * one < run["twin"]:
         return ""
     return (
         f"bytes: unscale_ takes {format_bytes(run['own'])} beside {_TENSORS_4} gradients of "
-        f"{format_bytes(run['one'])}, "
-        f"at most {format_bytes(4 * run['one'])} is allowed: in place (mul_), one gradient after the "
+        f"{format_bytes(one)}, "
+        f"at most {format_bytes(4 * one)} is allowed: in place (mul_), one gradient after the "
         "other, nothing joined"
     )
 
@@ -907,6 +910,7 @@ def _fault_bytes(run: Evidence, zeros: Evidence) -> str:
 # -- 5.5 stochastic rounding -------------------------------------------------------------------------------
 
 _DRAWS = 40_000
+_SIX_SIGMA = 0.015
 
 
 def _values_5_5(seed: int) -> list[float]:
@@ -922,7 +926,7 @@ def _evidence_5_5(answer: Any, seed: int) -> Evidence:
         import torch
 
         torch.manual_seed(_seeded("5.5", seed))
-        found: Evidence = {"seed": seed, "rounded": []}
+        found: Evidence = {"rounded": []}
         for value in _values_5_5(seed):
             x = torch.full((_DRAWS,), value, dtype=torch.float32)
             kept = x.clone()
@@ -936,12 +940,11 @@ def _evidence_5_5(answer: Any, seed: int) -> Evidence:
                     "error": f"TypeError: stochastic_round returned {kind}, not a bfloat16 tensor of "
                     f"x's shape {tuple(x.shape)}{hint}"
                 }
-            exact = float(kept[0])
-            low, high = _neighbours(kept[:1])
+            _, low, high = _neighbours(value)
             wide = y.double()
             outside = (wide != low) & (wide != high)
             found["rounded"].append({
-                "x": exact, "low": low, "high": high, "untouched": torch.equal(x, kept),
+                "untouched": torch.equal(x, kept),
                 "outside": float(outside.double().mean()),
                 "upper": plain(float((wide == high).double().mean())),
             })  # fmt: skip
@@ -958,13 +961,16 @@ def _evidence_5_5(answer: Any, seed: int) -> Evidence:
     return _watched(work, _TECHNIQUES)
 
 
-def _neighbours(x: torch.Tensor) -> tuple[float, float]:
-    """The bf16 numbers below and above x: its upper 16 bits, and those plus one."""
-    import torch
+def _neighbours(value: float) -> tuple[float, float, float]:
+    """The number in fp32, and the bf16 numbers below and above: its upper 16 bits, and those plus one."""
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
 
-    toward = x.view(torch.int32).bitwise_and(-(2**16))
-    pair = [float(bits.view(torch.float32)) for bits in (toward, toward + 2**16)]
-    return min(pair), max(pair)
+    def number(bits: int) -> float:
+        return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+    toward = bits & 0xFFFF0000
+    low, high = sorted((number(toward), number(toward + 2**16)))
+    return number(bits), low, high
 
 
 def _changed_specials(special: torch.Tensor, rounded: torch.Tensor) -> int:
@@ -975,41 +981,42 @@ def _changed_specials(special: torch.Tensor, rounded: torch.Tensor) -> int:
     return int((~same).sum())
 
 
-def _score_5_5(evidence: Evidence) -> Score:
+def _share(x: float, low: float, high: float) -> float:
+    """Of the way from the lower neighbour to the upper: how often a right rounding goes up."""
+    return (x - low) / (high - low)
+
+
+def _score_5_5(evidence: Evidence, seed: int) -> Score:
     if borrowed := _is_borrowed(evidence):
         return borrowed
     tally = Tally()
-    rows = evidence["rounded"]
-    if len(rows) != len(_values_5_5(evidence["seed"])):
-        return Score(0, ("stochastic_round returned nothing",))
-    if not all(row["untouched"] for row in rows):
+    values = [_neighbours(value) for value in _values_5_5(seed)]
+    rows = list(zip(values, exactly(evidence["rounded"], len(values)), strict=True))
+    if not all(row["untouched"] is True for _, row in rows):
         return Score(0, ("stochastic_round changed its input: work on a copy (+ and &, not add_ and &=)",))
-    outside = next((row for row in rows if row["outside"] > 0), None)
+    outside = next(((value, row) for value, row in rows if row["outside"] != 0), None)
     if outside is not None:
+        (x, low, high), row = outside
         text = (
-            f"{outside['outside']:.0%} of the roundings of {outside['x']:g} are neither "
-            f"{outside['low']:g} nor "
-            f"{outside['high']:g}, its bf16 neighbours: add at most 2**16 - 1 to the fp32 bits, then "
-            "cut the lower "
-            "16 bits off (&); .bfloat16() alone rounds what is left there once more"
+            f"{row['outside']:.0%} of the roundings of {x:g} are neither {low:g} nor {high:g}, its bf16 "
+            "neighbours: add at most 2**16 - 1 to the fp32 bits, then cut the lower 16 bits off (&); "
+            ".bfloat16() alone rounds what is left there once more"
         )
         return Score(0, (text, "the other points count once every result is a neighbour"))
     tally.award(0.5, True, "")
-    off = [(row, (row["x"] - row["low"]) / (row["high"] - row["low"])) for row in rows]
-    off = [(row, share) for row, share in off if abs(row["upper"] - share) > 0.015]  # six standard deviations
+    off = [(value, row["upper"]) for value, row in rows if abs(row["upper"] - _share(*value)) > _SIX_SIGMA]
     biased, mean = "", evidence["mean"]
     if off:
-        row, share = off[0]
-        same = all(row["upper"] in (0.0, 1.0) for row in rows)
+        (x, low, high), upper = off[0]
+        same = all(row["upper"] in (0.0, 1.0) for _, row in rows)
         hint = (
             "all elements went the same way: draw noise for each of them (x.shape), anew at each call"
             if same
             else "the noise must be uniform over all 2**16 values, 0 to 65535"
         )
         biased = (
-            f"{row['x']:g} lies {share:.3f} of the way from {row['low']:g} to {row['high']:g}, and "
-            "went up in "
-            f"{row['upper']:.3f} of {_DRAWS:,} roundings, so the mean is off: {hint}"
+            f"{x:g} lies {_share(x, low, high):.3f} of the way from {low:g} to {high:g}, and went up in "
+            f"{upper:.3f} of {_DRAWS:,} roundings, so the mean is off: {hint}"
         )
     elif not (is_number(mean) and abs(mean - 2) < 0.02):
         biased = f"1 + 1000 x 0.001 became {_shown(mean)} on average instead of 2.00: draw anew at each call"
@@ -1070,8 +1077,8 @@ _CALLS = ("unscale_", "step", "update")
 
 
 def _evidence_5_6(answer: Any, seed: int) -> Evidence:
-    amp_step, plan = _several(answer, "5.6", "amp_step", "offload_plan")
-    plans = {name: _guarded(plan, dict(o.tensors), o.need) for name, o in _offloads_5_6(seed).items()}
+    amp_step, plan = several(answer, "5.6", "amp_step", "offload_plan")
+    plans = [guarded(plan, dict(o.tensors), o.need) for o in _offloads_5_6(seed).values()]
 
     def work() -> Evidence:
         runs = {
@@ -1088,10 +1095,10 @@ def _evidence_5_6(answer: Any, seed: int) -> Evidence:
     try:
         run = _watched(work, _TECHNIQUES)
     except NotImplementedError:
-        if all(entry.get("not_written") for entry in plans.values()):
+        if unwritten(plans):
             raise NotImplementedError("exercise 5.6") from None
-        run = {"error": "it isn't written yet"}
-    return {"seed": seed, "plans": plans, "run": run}
+        run = {"error": NOT_WRITTEN}
+    return {"plans": plans, "run": run}
 
 
 def _amp(answer: Any, seed: int, dtype_name: str, bad: int, old: bool = False) -> Evidence:
@@ -1118,7 +1125,7 @@ def _amp(answer: Any, seed: int, dtype_name: str, bad: int, old: bool = False) -
             ctx.seen.append(torch.is_autocast_enabled("cpu"))
             return grad[0], None
 
-    seen: Evidence = {"cast": [], "backward": [], "calls": [], "gradients alive": [], "grown": 0}
+    seen: Evidence = {"cast": [], "backward": [], "calls": [], "gradients alive": []}
 
     def prepare() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = copy.deepcopy(made)
@@ -1186,7 +1193,8 @@ def _amp(answer: Any, seed: int, dtype_name: str, bad: int, old: bool = False) -
         "graph": isinstance(returned, torch.Tensor) and returned.requires_grad,
         "loss": plain(returned),
         "factor": plain(float(scaler.get_scale())),
-        **{key: list(value) if type(value) is list else value for key, value in seen.items()},
+        "calls": ", ".join(seen["calls"]),
+        **{key: list(seen[key]) for key in ("cast", "backward", "gradients alive")},
     }
 
     # The same by the book. Clipping bites: the gradient's norm is above 0.25.
@@ -1220,7 +1228,7 @@ def _distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     return math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(first, second, strict=True)))
 
 
-def _score_5_6(evidence: Evidence) -> Score:
+def _score_5_6(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
     run = evidence["run"]
     if borrowed := _is_borrowed(run):
@@ -1237,8 +1245,9 @@ def _score_5_6(evidence: Evidence) -> Score:
             (0.5, _fault_overflow(overflow)),
         ):
             tally.award(points, not fault, fault)
-    offloads = _offloads_5_6(evidence["seed"])
-    found = {name: _fault_plan(offloads[name], evidence["plans"][name]) for name in offloads}
+    offloads = _offloads_5_6(seed)
+    plans = answers_to(offloads.items(), evidence["plans"])
+    found = {name: _fault_plan(offload, entry) for (name, offload), entry in plans}
     for names in (("dense", "other"), ("enough", "nothing")):
         wrong = next((found[name] for name in names if found[name]), "")
         # A list that stops too late or too early is in the right order if it begins or goes on so.
@@ -1269,14 +1278,14 @@ def _fault_cast(run: Evidence, name: str) -> str:
         if len(run["backward"]) != 2:
             return f"{name}: {len(run['backward'])} backwards in 2 steps, should be one in each"
         return f"{name}: the backward ran under autocast: only forward and loss belong into the `with` block"
-    if any(run["gradients alive"]):
+    if any(exactly(run["gradients alive"], 2)):
         size = max(run["gradients alive"])
         return (
             f"{name}: {format_bytes(size)} of old gradients are alive in the forward of the second "
             "step, 0 B should be: "
             "optimizer.zero_grad() comes first"
         )
-    if run["graph"] or not close(run["loss"], run["first loss"], 0.01):
+    if run["graph"] is not False or not close(run["loss"], run["first loss"], 0.01):
         return (
             f"{name}: return the loss as a tensor without graph and without the scaler's factor: "
             "loss.detach()"
@@ -1295,10 +1304,14 @@ def _fault_old(run: Evidence) -> str:
     return ""
 
 
+def _called(run: Evidence) -> list[str]:
+    return str(run["calls"]).split(", ") if run["calls"] else []
+
+
 def _fault_bf16(run: Evidence) -> str:
     if "error" in run:
         return _stopped(run)
-    calls = [name for name in run["calls"] if name != "clip"]
+    calls = [name for name in _called(run) if name != "clip"]
     if calls:
         return (
             "bf16 has fp32's range and needs no scaler: leave it alone there (you called "
@@ -1310,7 +1323,7 @@ def _fault_bf16(run: Evidence) -> str:
 def _fault_fp16(run: Evidence) -> str:
     if "error" in run:
         return _stopped(run)
-    calls = run["calls"]
+    calls = _called(run)
     if not set(calls) - {"clip"}:
         return (
             "fp16: gradients below 6e-8 are 0: scaler.scale(loss).backward(), then unscale_, clip, "
@@ -1364,11 +1377,7 @@ def _fault_overflow(run: Evidence) -> str:
 
 def _fault_plan(offload: _Offload, entry: Evidence) -> str:
     if "error" in entry:
-        return (
-            f"offload_plan: it stopped with {entry['error']}"
-            if not entry.get("not_written")
-            else "offload_plan: it isn't written yet"
-        )
+        return stopped("offload_plan", entry)
     value, right = entry["value"], offload.expected()
     if value == right:
         return ""

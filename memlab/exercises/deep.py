@@ -10,12 +10,26 @@ import contextlib
 import gc
 import itertools
 import math
+import operator
 import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number, one_line, plain
+from memlab.exercises import (
+    Evidence,
+    Exercise,
+    Score,
+    Tally,
+    answers_to,
+    call,
+    close,
+    exactly,
+    is_number,
+    one_line,
+    plain,
+    several,
+)
 from memlab.exercises.limits import contained
 from memlab.models import model as model_config
 from memlab.units import format_bytes
@@ -24,13 +38,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.multiprocessing.reductions import StorageWeakRef
-
-
-def _pair(answer: Any, first: str, second: str) -> tuple[Any, Any]:
-    """The two functions that a check asks for."""
-    if type(answer) is not tuple or len(answer) != 2:
-        raise TypeError(f"give the check both functions: {first} and {second}")
-    return answer
 
 
 def _value(case: Evidence) -> Any:
@@ -128,8 +135,8 @@ def _count_evidence(answer: Any, seed: int) -> Evidence:
         cases.append(call(answer, model, images))
         cases[-1]["left"] = sum(not storage.expired() for storage in made)  # type: ignore[no-untyped-call]
         if type(_value(cases[0])) is not list:  # spare the other counts, which take seconds
-            return {"seed": seed, "cases": cases * len(hidden)}
-    return {"seed": seed, "cases": cases}
+            return {"cases": cases * len(hidden)}
+    return {"cases": cases}
 
 
 def _weak(tensor: torch.Tensor) -> StorageWeakRef:
@@ -138,14 +145,14 @@ def _weak(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _count_score(evidence: Evidence) -> Score:
-    cases = _resnets(evidence["seed"])
+def _count_score(evidence: Evidence, seed: int) -> Score:
+    cases = _resnets(seed)
     tally = Tally()
     parameters = saved = left = ""
-    for case, entry in zip(cases, evidence["cases"], strict=False):
+    for case, entry in answers_to(cases, evidence["cases"]):
         if "error" in entry:
             return Score(0, (f"count stopped with {entry['error']}",))
-        value = entry["value"]
+        value = _value(entry)
         if type(value) is not list or len(value) != 2:
             return Score(0, ("count returns two ints: (parameters, saved bytes)",))
         right, right_bytes = case.expected()
@@ -162,8 +169,6 @@ def _count_score(evidence: Evidence) -> Score:
                 f"{where}: {entry['left']} results of convolutions are alive when count has returned: a pack "
                 "hook that returns t itself ties a knot (the graph holds t, t the graph): return t.detach()"
             )
-    if len(evidence["cases"]) != len(cases):
-        return Score(0, ("count returned nothing",))
     tally.award(0.5, not parameters, parameters)
     if tally.award(1, not saved, saved):
         tally.award(0.5, not left, left)
@@ -204,54 +209,77 @@ def _saved_hint(where: str, said: Any, case: _ResNetCase, right: int) -> str:
 # -- 3.2 the residual gradient -----------------------------------------------------------------------------
 
 
-def _vjp_cases(seed: int) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the hidden blocks: two square ones, two with a projection."""
+class _Vjp(NamedTuple):
+    """A block y = F(x) + x, or F(x) + P x with F(x) = tanh(W x), at one x; g is the gradient at y."""
+
+    w: list[list[float]]
+    x: list[float]
+    g: list[float]
+    projection: list[list[float]] | None
+
+    def jacobian(self) -> list[list[float]]:
+        slopes = [1 - math.tanh(math.fsum(map(operator.mul, row, self.x))) ** 2 for row in self.w]
+        return [[slope * v for v in row] for slope, row in zip(slopes, self.w, strict=True)]
+
+    def right(self) -> list[float]:
+        """J^T g, and g or P^T g for the shortcut."""
+        skip = self.g if self.projection is None else _transposed(self.projection, self.g)
+        return [a + b for a, b in zip(_transposed(self.jacobian(), self.g), skip, strict=True)]
+
+
+def _transposed(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """The transposed matrix times the vector."""
+    return [math.fsum(map(operator.mul, column, vector)) for column in zip(*matrix, strict=True)]
+
+
+def _vjp_cases(seed: int) -> dict[str, list[_Vjp]]:
+    """Two square blocks, and two with a projection."""
     rng = random.Random(f"3.2 {seed}")
+
+    def block(outputs: int, inputs: int) -> _Vjp:
+        def matrix() -> list[list[float]]:
+            return [vector(inputs) for _ in range(outputs)]
+
+        def vector(n: int) -> list[float]:
+            return [rng.gauss(0, 1) for _ in range(n)]
+
+        return _Vjp(matrix(), vector(inputs), vector(outputs), None if outputs == inputs else matrix())
+
     n, m = rng.randrange(3, 8), rng.randrange(3, 8)
-    return [(n, n), (m, m), (n, n + rng.randrange(1, 4)), (m + rng.randrange(1, 4), m)]
+    wide, tall = block(n, n + rng.randrange(1, 4)), block(m + rng.randrange(1, 4), m)
+    return {"identity": [block(n, n), block(m, m)], "projection": [wide, tall]}
 
 
 def _vjp_evidence(answer: Any, seed: int) -> Evidence:
-    """y = x + tanh(W x), or P x + tanh(W x): the gradient by autograd and by the answer."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed % 2**32 + 32)
+    def given(case: _Vjp) -> list[torch.Tensor]:
+        parts = [case.jacobian(), case.g] + ([] if case.projection is None else [case.projection])
+        return [torch.tensor(part, dtype=torch.float64) for part in parts]
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    cases = []
-    for outputs, inputs in _vjp_cases(seed):
-        w, x, g = draw(outputs, inputs), draw(inputs), draw(outputs)
-        projection = None if outputs == inputs else draw(outputs, inputs)
-        jacobian = (1 - torch.tanh(w @ x) ** 2)[:, None] * w
-        given = (jacobian.clone(), g.clone()) + (() if projection is None else (projection.clone(),))
-        x.requires_grad_()
-        skip = x if projection is None else projection @ x
-        (truth,) = torch.autograd.grad(skip + torch.tanh(w @ x), x, g)
-        cases.append({"truth": plain(truth), "g": plain(g), **call(answer, *given)})
-    return {"cases": cases}
+    return {kind: [call(answer, *given(case)) for case in cases] for kind, cases in _vjp_cases(seed).items()}
 
 
-def _vjp_score(evidence: Evidence) -> Score:
+def _vjp_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    for kind, cases in (("identity", evidence["cases"][:2]), ("projection", evidence["cases"][2:])):
-        fault = next(filter(None, (_vjp_fault(kind, case) for case in cases)), "")
-        tally.award(0.5, not fault and len(cases) == 2, f"{kind} shortcut: {fault}")
+    for kind, cases in _vjp_cases(seed).items():
+        faults = [_vjp_fault(kind, case, entry) for case, entry in answers_to(cases, evidence[kind])]
+        fault = next(filter(None, faults), "")
+        tally.award(0.5, not fault, f"{kind} shortcut: {fault}")
     return tally.score()
 
 
-def _vjp_fault(kind: str, case: Evidence) -> str:
+def _vjp_fault(kind: str, case: _Vjp, entry: Evidence) -> str:
     path = ": the identity path becomes P^T g" if kind == "projection" else ""
-    if "error" in case:
-        return f"it stopped with {case['error']}{path}"
-    truth, got, g = case["truth"], case["value"], case["g"]
+    if "error" in entry:
+        return f"it stopped with {entry['error']}{path}"
+    truth, got = case.right(), _value(entry)
     if type(got) is not list or len(got) != len(truth) or not all(map(is_number, got)):
         return f"return a tensor with {len(truth)} numbers, one for each input of the block{path}"
     error = math.dist(truth, got)
     if error <= 1e-5 * (1 + math.hypot(*truth)):
         return ""
-    if len(g) == len(got) and math.dist(got, [2 * v for v in g]) < 1e-6:
+    if len(case.g) == len(got) and math.dist(got, [2 * v for v in case.g]) < 1e-6:
         return (
             f"that is 2g whatever the block computes, off by {error:.3g}: dL/dF is g, and must pass through J"
         )
@@ -286,8 +314,8 @@ def _norms_evidence(answer: Any, seed: int) -> Evidence:
         from torch import nn
         from torch.nn.modules.module import register_module_forward_pre_hook
 
-        found = {}
-        for name, (arguments, _, _) in _STACKS.items():
+        found = []
+        for arguments, _, _ in _STACKS.values():
             torch.manual_seed(seed % 2**32 + 33)
             bias = 0.0
 
@@ -298,17 +326,17 @@ def _norms_evidence(answer: Any, seed: int) -> Evidence:
 
             handle = register_module_forward_pre_hook(look)
             try:
-                found[name] = call(_as_returned, answer, *arguments)
+                found.append(call(_as_returned, answer, *arguments))
             finally:
                 handle.remove()
-            found[name]["bias"] = plain(bias)  # the largest that a Linear had when it ran
+            found[-1]["bias"] = plain(bias)  # the largest that a Linear had when it ran
         return {"norms": found}
 
     return contained(work, seconds=30)
 
 
-def _norms_score(evidence: Evidence) -> Score:
-    norms = evidence["norms"]
+def _norms_score(evidence: Evidence, seed: int) -> Score:
+    norms = dict(answers_to(_STACKS, evidence["norms"]))
     tally = Tally()
     stopped = next((case["error"] for case in norms.values() if "error" in case), None)
     if stopped and all("error" in case for case in norms.values()):
@@ -469,8 +497,8 @@ def _checkpoint_evidence(answer: Any, seed: int) -> Evidence:
         made_by = "" if maker is None else str(maker.__module__)
         del probe
 
-        found: Evidence = {"made_by": made_by, "own": maker is not None, "unit": _ROWS * _WIDTH * 4}
-        found["hooks"] = hooks = []
+        found: Evidence = {"made_by": made_by, "own": maker is not None}
+        hooks: list[int] = []
 
         def hooked(segment: nn.Module, x: torch.Tensor) -> Any:
             out = answer(segment, x)
@@ -479,6 +507,7 @@ def _checkpoint_evidence(answer: Any, seed: int) -> Evidence:
 
         with contextlib.suppress(RuntimeError):  # what stops it is told by the runs below
             through(hooked, segments[:2])(batch.clone().requires_grad_()).sum().backward()
+        found["hooks"] = len(hooks)
         for name, dropout, needs in (
             ("plain x", 0.0, False),
             ("x with gradient", 0.0, True),
@@ -525,10 +554,10 @@ def _stopped(error: str) -> str:
     return error
 
 
-def _checkpoint_score(evidence: Evidence) -> Score:
+def _checkpoint_score(evidence: Evidence, seed: int) -> Score:
     """Kept: x and the segments' inputs and output; the twin keeps every layer's output."""
-    unit = evidence["unit"]
-    if not evidence["own"]:
+    unit = _ROWS * _WIDTH * 4
+    if evidence["own"] is not True:
         return Score(
             0, ("my_checkpoint(module, x) must return what your own autograd.Function's apply gives",)
         )
@@ -579,7 +608,7 @@ def _checkpoint_score(evidence: Evidence) -> Score:
         return off == 0, f"{name}: {text}"
 
     basic, text = same("x with gradient")
-    if basic and len(evidence["hooks"]) > 2:
+    if basic and evidence["hooks"] > 2:
         tally.award(
             0.5,
             False,
@@ -647,7 +676,7 @@ def _segments_evidence(answer: Any, seed: int) -> Evidence:
     plans = {name: call(answer, c.blocks, c.boundary, c.inside, c.extra) for name, c in chains.items()}
 
     def work() -> Evidence:
-        measured: Evidence = {"seed": seed, "plans": plans, "peaks": {}, "best": {}, "plain": {}}
+        measured: Evidence = {"plans": plans, "peaks": {}, "best": {}, "plain": {}}
         for name, chain in chains.items():
             blocks = _blocks(chain)
             plan = _value(plans[name])
@@ -739,9 +768,9 @@ def _plan_peak(chain: _Chain, blocks: list[nn.Module], plan: Sequence[int]) -> i
     return meter.trace.peak_bytes - before - grads
 
 
-def _segments_score(evidence: Evidence) -> Score:
+def _segments_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    for name, chain in _chains(evidence["seed"]).items():
+    for name, chain in _chains(seed).items():
         asked = f"best_segments({chain.blocks}, {chain.boundary}, {chain.inside}, {chain.extra})"
         entry = evidence["plans"][name]
         if "error" in entry:
@@ -818,7 +847,7 @@ def _frozen_cases(seed: int) -> dict[str, list[tuple[int, list[int]]]]:
 
 
 def _repair_evidence(answer: Any, seed: int) -> Evidence:
-    repaired, saved_units = _pair(answer, "run_repaired", "saved_units")
+    repaired, saved_units = several(answer, "3.6", "run_repaired", "saved_units")
     not_written = []
     units: Evidence = {}
     for name, cases in _frozen_cases(seed).items():
@@ -864,7 +893,7 @@ def _repair_evidence(answer: Any, seed: int) -> Evidence:
                     _difference([own.output, *own.gradients], [twin.output, *twin.gradients])
                 ),
                 "touched": touched[-1],
-                "warnings": sorted({str(w.message)[:120] for w in seen or ()}),
+                "warnings": "; ".join(sorted({str(w.message)[:120] for w in seen or ()})),
             }
         return found
 
@@ -874,7 +903,7 @@ def _repair_evidence(answer: Any, seed: int) -> Evidence:
         if not_written:
             raise
         run = {"error": "it isn't written yet"}
-    return {"seed": seed, "units": units, "run": run}
+    return {"units": units, "run": run}
 
 
 def frozen_units(layers: int, trained: Iterable[int]) -> int:
@@ -886,16 +915,16 @@ def frozen_units(layers: int, trained: Iterable[int]) -> int:
     return layers - min(chosen) + 1 if chosen else 0
 
 
-def _repair_score(evidence: Evidence) -> Score:
+def _repair_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
     run = evidence["run"]
     if "error" in run:
         tally.award(2, False, f"run_repaired: {run['error']}")
     else:
         _repaired_points(tally, run)
-    for name, cases in _frozen_cases(evidence["seed"]).items():
+    for name, cases in _frozen_cases(seed).items():
         wrong = ""
-        for (n, trained), entry in zip(cases, evidence["units"][name], strict=True):
+        for (n, trained), entry in answers_to(cases, evidence["units"][name]):
             right = frozen_units(n, trained)
             if not wrong and not (type(_value(entry)) is int and _value(entry) == right):
                 said = entry.get("error") or f"you said {_shown(_value(entry))}"
@@ -917,7 +946,7 @@ def _repaired_points(tally: Tally, run: Evidence) -> None:
         )
         tally.award(2, False, f"run_repaired: forward and backward stopped with {free['error']}{hint}")
         return
-    if free["calls"] == [1] * _DEPTH_6:
+    if exactly(free["calls"], _DEPTH_6) == [1] * _DEPTH_6:
         tally.award(2, False, "run_repaired: no block ran a second time, so nothing was checkpointed")
         return
     share = free["peak"] / plain_peak
@@ -930,17 +959,17 @@ def _repaired_points(tally: Tally, run: Evidence) -> None:
     same = free["difference"] == 0
     tally.award(
         0.5,
-        same and not free.get("touched"),
+        same and free["touched"] is False,
         "run_repaired: it changes the caller's x in place (its numbers, or requires_grad): the batch must "
         "stay as it is"
         if same
         else "run_repaired: output or gradients differ from the plain step's by "
         f"{_shown(free['difference'])} (inf: one is missing): x needs no gradient here, the weights do",
     )
-    warned = "; ".join(free["warnings"]) or str(strict.get("error", ""))
+    warned = free["warnings"] or str(strict.get("error", ""))
     tally.award(
         0.5,
-        "error" not in strict and not free["warnings"],
+        "error" not in strict and strict["calls"] == free["calls"] and not free["warnings"],
         f"run_repaired: it warns, and with warnings as errors it stops: {warned[:160]}",
     )
 

@@ -18,7 +18,24 @@ from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number, plain
+from memlab.exercises import (
+    NOT_WRITTEN,
+    Evidence,
+    Exercise,
+    ForeignEvidence,
+    Score,
+    Tally,
+    answers_to,
+    call,
+    close,
+    exactly,
+    guarded,
+    is_number,
+    plain,
+    several,
+    stopped,
+    unwritten,
+)
 from memlab.exercises.limits import contained, in_child
 from memlab.units import GIB, format_bytes
 
@@ -28,8 +45,8 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-def _value(entry: Any) -> Any:
-    return entry.get("value") if isinstance(entry, dict) else None
+def _value(entry: Evidence) -> Any:
+    return entry.get("value")
 
 
 def _first(messages: Iterable[str]) -> str:
@@ -45,25 +62,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, dict) and set(value) == {"type"}:
         return f"an object of type {value['type']}"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _pair(answer: Any, exercise: str, first: str, second: str) -> tuple[Any, Any]:
-    if type(answer) is not tuple or len(answer) != 2:
-        raise TypeError(f'write check("{exercise}", {first}, {second}): this exercise has two answers')
-    return answer
-
-
-def _guarded(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """`call`, but one of two answers that isn't written yet is evidence too."""
-    try:
-        return call(function, *args)
-    except NotImplementedError:
-        return {"error": "not written yet"}
-
-
-def _stopped(name: str, entry: Evidence) -> str:
-    error = entry["error"]
-    return f"{name}: {error}" if error == "not written yet" else f"{name} stopped with {error}"
 
 
 # -- 7.1 the largest batch ---------------------------------------------------------------------------------
@@ -221,7 +219,6 @@ def _search_evidence(answer: Any, seed: int) -> Evidence:
             n: [call(_search_case, answer, c, seed) for c in group] for n, group in _searches(seed).items()
         }
         return {
-            "seed": seed,
             "cases": cases,
             "buggy": call(_buggy, answer),
             "real": call(_real_case, answer, seed),
@@ -230,12 +227,12 @@ def _search_evidence(answer: Any, seed: int) -> Evidence:
     return contained(work, memory=3 * GIB)
 
 
-def _search_score(evidence: Evidence) -> Score:
+def _search_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
     faults: dict[str, str] = {}
     calls = ""
-    for name, group in _searches(evidence["seed"]).items():
-        pairs = list(zip(group, evidence["cases"][name], strict=True))
+    for name, group in _searches(seed).items():
+        pairs = answers_to(group, evidence["cases"][name])
         faults[name] = _first(_search_fault(case, entry) for case, entry in pairs)
         calls = calls or _first(
             f"{case}: {_value(e)['calls']:,} steps were tried, {case.calls} are enough: double until it "
@@ -441,23 +438,23 @@ def _unchanged_case(answer: Any, name: str, seed: int) -> Evidence:
 
 
 def _equal_evidence(answer: Any, seed: int) -> Evidence:
-    predictions, unchanged = _pair(answer, "7.2", "predictions", "unchanged")
-    said = _guarded(predictions)
+    predictions, unchanged = several(answer, "7.2", "predictions", "unchanged")
+    said = guarded(predictions)
 
     def work() -> Evidence:
-        return {"ran": {n: _guarded(_unchanged_case, unchanged, n, seed) for n in _hidden_modules(seed)}}
+        return {"ran": [guarded(_unchanged_case, unchanged, n, seed) for n in _hidden_modules(seed)]}
 
     ran = contained(work, memory=3 * GIB)
-    if "ran" in ran and all(e.get("error") == "not written yet" for e in (said, *ran["ran"].values())):
+    if "ran" in ran and unwritten([said, *ran["ran"]]):
         raise NotImplementedError("exercise 7.2")
-    return {"seed": seed, "said": said, "ran": ran.get("ran") or dict.fromkeys(_hidden_modules(seed), ran)}
+    return {"said": said, "ran": ran.get("ran") or [ran] * len(_hidden_modules(seed))}
 
 
-def _equal_score(evidence: Evidence) -> Score:
+def _equal_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
     said = evidence["said"]
     if "error" in said:
-        tally.messages.append(_stopped("predictions", said))
+        tally.messages.append(stopped("predictions", said))
     elif type(_value(said)) is not dict or set(_value(said)) != set(_STAYS):
         tally.messages.append(f"predictions: return a dict with the keys {', '.join(map(repr, _STAYS))}")
     elif odd := _first(_kind(v) for v in _value(said).values() if type(v) is not bool):
@@ -470,9 +467,9 @@ def _equal_score(evidence: Evidence) -> Score:
                 f"predictions: {right} of 6 hold; run unchanged() on modules() and compare; True means that "
                 "output, gradients and buffers all stay equal"
             )
-    faults = {n: _unchanged_fault(n, parts, evidence["ran"][n]) for n, (_, _, parts) in
-              _hidden_modules(evidence["seed"]).items()}  # fmt: skip
-    same = [n for n, (_, _, parts) in _hidden_modules(evidence["seed"]).items() if all(parts)]
+    faults = {n: _unchanged_fault(n, parts, e) for (n, (_, _, parts)), e in
+              answers_to(_hidden_modules(seed).items(), evidence["ran"])}  # fmt: skip
+    same = [n for n, (_, _, parts) in _hidden_modules(seed).items() if all(parts)]
     rest = [n for n in faults if n not in same]
     fault = _first(faults[n] for n in same)
     tally.award(
@@ -487,8 +484,8 @@ def _equal_score(evidence: Evidence) -> Score:
 
 def _unchanged_fault(name: str, parts: tuple[bool, ...], entry: Evidence) -> str:
     if "error" in entry:
-        where = "unchanged" if entry["error"] == "not written yet" else f"unchanged, {name}: it"
-        return _stopped(where, entry)
+        where = "unchanged" if entry["error"] == NOT_WRITTEN else f"unchanged, {name}: it"
+        return stopped(where, entry)
     said, forwards = _value(entry)["said"], _value(entry)["forwards"]
     if type(said) is not dict or set(said) != set(_PARTS) or any(type(v) is not bool for v in said.values()):
         return f"unchanged: return a dict of three bools, {', '.join(_PARTS)}"
@@ -559,25 +556,25 @@ def _sents(seed: int) -> list[_Sent]:
 
 
 def _sent_evidence(answer: Any, seed: int) -> Evidence:
-    comm, even = _pair(answer, "7.3", "comm", "break_even")
+    comm, even = several(answer, "7.3", "comm", "break_even")
     widths = [8192, *(case.h for case in _sents(seed))]
-    said = {kind: [_guarded(comm, kind, *case) for case in _sents(seed)] for kind in KINDS}
-    evens = [_guarded(even, h) for h in widths]
-    if all(e.get("error") == "not written yet" for e in (*evens, *(e for g in said.values() for e in g))):
+    said = {kind: [guarded(comm, kind, *case) for case in _sents(seed)] for kind in KINDS}
+    evens = [guarded(even, h) for h in widths]
+    if unwritten([*evens, *(e for g in said.values() for e in g)]):
         raise NotImplementedError("exercise 7.3")
-    return {"seed": seed, "said": said, "even": evens}
+    return {"said": said, "even": evens}
 
 
-def _sent_score(evidence: Evidence) -> Score:
-    cases = _sents(evidence["seed"])
+def _sent_score(evidence: Evidence, seed: int) -> Score:
+    cases = _sents(seed)
     tally = Tally()
     for kind in KINDS:
-        faults = [_sent_fault(kind, c, e) for c, e in zip(cases, evidence["said"][kind], strict=True)]
+        faults = [_sent_fault(kind, c, e) for c, e in answers_to(cases, evidence["said"][kind])]
         wrong = [fault for fault in faults if fault]
         hint = next((h for h in (wrong[0][1] if wrong else []) if all(h in hints for _, hints in wrong)), "")
         tally.award(0.25, not wrong, f"{wrong[0][0]}: {hint}" if hint else wrong[0][0] if wrong else "")
     widths = [8192, *(case.h for case in cases)]
-    fault = _first(_even_fault(h, e) for h, e in zip(widths, evidence["even"], strict=True))
+    fault = _first(_even_fault(h, e) for h, e in answers_to(widths, evidence["even"]))
     tally.award(0.25, not fault, fault)
     return _once(tally)
 
@@ -585,7 +582,7 @@ def _sent_score(evidence: Evidence) -> Score:
 def _sent_fault(kind: str, case: _Sent, entry: Evidence) -> tuple[str, list[str]] | None:
     """What is wrong with one answer, and all hints that would explain it."""
     if "error" in entry:
-        return _stopped("comm", entry), []
+        return stopped("comm", entry), []
     said, right = _value(entry), sent_expected(kind, *case)
     if type(said) is int and said == right:
         return None
@@ -617,7 +614,7 @@ def _sent_fault(kind: str, case: _Sent, entry: Evidence) -> tuple[str, list[str]
 
 def _even_fault(h: int, entry: Evidence) -> str:
     if "error" in entry:
-        return _stopped("break_even", entry)
+        return stopped("break_even", entry)
     said = _value(entry)
     if close(said, 4.5 * h, 1e-6):
         return ""
@@ -786,7 +783,7 @@ def _attend_peak(answer: Any, case: _Attend, seed: int) -> Evidence:
 
 def _attend_evidence(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
-        found: Evidence = {"seed": seed}
+        found: Evidence = {}
         for name, cases in _attends(seed).items():
             found[name] = [call(_attend_case, answer, case, seed) for case in cases]
         found["bytes"] = [call(_attend_peak, answer, case, seed) for case in _long_attends(seed)]
@@ -795,11 +792,11 @@ def _attend_evidence(answer: Any, seed: int) -> Evidence:
     return contained(work, memory=3 * GIB)
 
 
-def _attend_score(evidence: Evidence) -> Score:
+def _attend_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    groups = _attends(evidence["seed"])
+    groups = _attends(seed)
     faults = {
-        n: _first(_attend_fault(c, e) for c, e in zip(cases, evidence[n], strict=True))
+        n: _first(_attend_fault(c, e) for c, e in answers_to(cases, evidence[n]))
         for n, cases in groups.items()
     }
     if not tally.award(0.5, not faults["equal"], faults["equal"]):
@@ -809,10 +806,7 @@ def _attend_score(evidence: Evidence) -> Score:
         return _once(tally)
     for name in ("layout", "padding", "eval"):
         tally.award(0.25, not faults[name], faults[name])
-    faulty = [
-        _attend_bytes_fault(c, e)
-        for c, e in zip(_long_attends(evidence["seed"]), evidence["bytes"], strict=True)
-    ]
+    faulty = [_attend_bytes_fault(c, e) for c, e in answers_to(_long_attends(seed), evidence["bytes"])]
     tally.award(0.75, not any(faulty), _first(faulty))
     return _once(tally)
 
@@ -924,6 +918,20 @@ class _Loading(NamedTuple):
     start: int
     own: bool  # a sampler and a collate_fn of its own, the last partial batch dropped
 
+    def expected(self) -> list[list[Any]]:
+        """Both epochs' batches without process ids, as plain data."""
+        order = Odd(self.items, self.start) if self.own else range(self.items)
+        epochs: list[list[Any]] = []
+        for _ in range(2):
+            items = list(order)
+            batches = [items[i : i + self.batch] for i in range(0, self.items, self.batch)]
+            if self.own:
+                full = [b for b in batches if len(b) == self.batch]
+                epochs.append([{"largest": max(b), "items": b} for b in full])
+            else:
+                epochs.append([[b, [i * i for i in b]] for b in batches])
+        return epochs
+
     def loader(self) -> DataLoader[Any]:
         from torch.utils.data import DataLoader
 
@@ -955,7 +963,6 @@ def _content(batch: Any) -> tuple[Any, list[int]]:
 def _load_case(answer: Any, case: _Loading) -> Evidence:
     from torch.utils.data import DataLoader
 
-    expected = [[_content(batch)[0] for batch in slow] for slow in [case.loader()] for _ in range(2)]
     fast = answer(case.loader(), 2)
     if not isinstance(fast, DataLoader):
         return {"form": f"return a DataLoader; you returned {_kind(plain(fast))}"}
@@ -965,7 +972,7 @@ def _load_case(answer: Any, case: _Loading) -> Evidence:
         epochs.append([content for content, _ in pairs])
         pids.append(sorted({p for _, ids in pairs for p in ids}))
     return {
-        "expected": expected, "epochs": epochs, "main": os.getpid(), "pids": pids,
+        "epochs": epochs, "main": os.getpid(), "pids": pids,
         "workers": plain(fast.num_workers), "prefetch": plain(fast.prefetch_factor),
     }  # fmt: skip
 
@@ -977,14 +984,14 @@ def _load_evidence(answer: Any, seed: int) -> Evidence:
         # The child is a daemon, so that it can't outlive this process; its own workers end with it.
         with contextlib.suppress(AttributeError, TypeError):
             multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-        return {"seed": seed, "cases": [call(_load_case, answer, case) for case in _loadings(seed)]}
+        return {"cases": [call(_load_case, answer, case) for case in _loadings(seed)]}
 
     return in_child(work, seconds=LOADER_SECONDS)
 
 
-def _load_score(evidence: Evidence) -> Score:
+def _load_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    pairs = list(zip(_loadings(evidence["seed"]), evidence["cases"], strict=True))
+    pairs = answers_to(_loadings(seed), evidence["cases"])
     order = _first(_order_fault(case, e) for case, e in pairs)
     tally.award(0.5, not order, order)
     workers = _first(_workers_fault(case, e) for case, e in pairs)
@@ -994,17 +1001,17 @@ def _load_score(evidence: Evidence) -> Score:
     return _once(tally)
 
 
-def _load_stopped(case: _Loading, entry: Evidence) -> str:
+def _load_fault(case: _Loading, entry: Evidence) -> str:
     if "error" in entry:
         return f"{case.name}: it stopped with {entry['error']}"
     return f"{case.name}: {_value(entry)['form']}" if "form" in _value(entry) else ""
 
 
 def _order_fault(case: _Loading, entry: Evidence) -> str:
-    if stopped := _load_stopped(case, entry):
-        return stopped
+    if fault := _load_fault(case, entry):
+        return fault
     value = _value(entry)
-    for epoch, (got, right) in enumerate(zip(value["epochs"], value["expected"], strict=True), 1):
+    for epoch, (got, right) in enumerate(zip(exactly(value["epochs"], 2), case.expected(), strict=True), 1):
         if len(got) != len(right):
             return (
                 f"{case.name}: epoch {epoch} has {len(got)} batches, the slow loader has {len(right)}: "
@@ -1020,9 +1027,10 @@ def _order_fault(case: _Loading, entry: Evidence) -> str:
 
 
 def _workers_fault(case: _Loading, entry: Evidence) -> str:
-    if stopped := _load_stopped(case, entry):
-        return stopped
+    if fault := _load_fault(case, entry):
+        return fault
     value = _value(entry)
+    exactly(value["pids"], 2)
     made = [p for p in value["pids"][0] if p != value["main"]]
     if len(made) >= 2 and value["main"] not in value["pids"][0]:
         return ""
@@ -1033,8 +1041,8 @@ def _workers_fault(case: _Loading, entry: Evidence) -> str:
 
 
 def _staying_fault(case: _Loading, entry: Evidence) -> str:
-    if stopped := _load_stopped(case, entry):
-        return stopped
+    if fault := _load_fault(case, entry):
+        return fault
     first, second = _value(entry)["pids"]
     if first == second:
         return ""
@@ -1206,25 +1214,23 @@ def _predicted(answer: Any, spec: Spec) -> Evidence:
 
 def _capstone_evidence(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
+        specs = _specs(seed).values()
         return {
-            "seed": seed,
-            "said": {name: call(_predicted, answer, spec) for name, spec in _specs(seed).items()},
-            "measured": {
-                name: probe_trace(spec, seed % 2**32).peak_bytes for name, spec in _specs(seed).items()
-            },
+            "said": [call(_predicted, answer, spec) for spec in specs],
+            "measured": [probe_trace(spec, seed % 2**32).peak_bytes for spec in specs],
         }
 
     return contained(work, memory=3 * GIB)
 
 
-def _capstone_score(evidence: Evidence) -> Score:
+def _capstone_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
     points = {"states": 0.5, "scores": 0.75, "logits": 0.75}
-    for name, spec in _specs(evidence["seed"]).items():
-        measured = evidence["measured"][name]
+    said = answers_to(_specs(seed).items(), evidence["said"])
+    for ((name, spec), entry), measured in zip(said, exactly(evidence["measured"], len(said)), strict=True):
         if type(measured) is not int or not close(measured, probe_expected(spec), 0.05):
-            raise ValueError("not a measured peak")
-        fault = _capstone_fault(spec, evidence["said"][name], measured)
+            raise ForeignEvidence("that isn't the peak of the model")
+        fault = _capstone_fault(spec, entry, measured)
         tally.award(points[name], not fault, fault)
     return _once(tally)
 

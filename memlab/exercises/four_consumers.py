@@ -7,14 +7,27 @@ but the seed and what the answers returned. Bytes of states and of saved tensors
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import random
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number
+from memlab.exercises import (
+    NOT_WRITTEN,
+    Evidence,
+    Exercise,
+    Score,
+    Tally,
+    answers_to,
+    call,
+    close,
+    guarded,
+    is_number,
+    several,
+    unwritten,
+)
 from memlab.exercises.limits import in_child
 from memlab.units import GB, GIB, KB, KIB, MB, MIB, format_bytes
 
@@ -29,15 +42,15 @@ def _random(exercise: str, seed: int) -> random.Random:
     return random.Random(f"{exercise}/{seed}")
 
 
-def _value(entry: Any) -> Any:
+def _value(entry: Evidence) -> Any:
     """What one call returned; None when it raised."""
-    return entry.get("value") if isinstance(entry, dict) else None
+    return entry.get("value")
 
 
-def _error(function: str, entry: Any) -> str | None:
+def _error(function: str, entry: Evidence) -> str | None:
     """What went wrong in one call, in the same words for each input, or None."""
-    error = entry.get("error") if isinstance(entry, dict) else "no answer"
-    if error is None or error == "not written yet":
+    error = entry.get("error")
+    if error is None or error == NOT_WRITTEN:
         return error and f"{function}: {error}"
     return f"{function} stopped with {error}"
 
@@ -87,14 +100,6 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"an {name}" if name == "int" else f"a {name}"
 
 
-def _guarded(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """`call`, but a function of several that isn't written yet is evidence too."""
-    try:
-        return call(function, *args)
-    except NotImplementedError:
-        return {"error": "not written yet", "not_written": True}
-
-
 def _award(tally: Tally, points: float, wrong: str | None) -> bool:
     """`points` when nothing is wrong, else the message."""
     return tally.award(points, wrong is None, wrong or "")
@@ -107,12 +112,6 @@ def _first(messages: Iterable[str | None]) -> str | None:
 def _score(tally: Tally) -> Score:
     """The points, and each message once: an error is the same on every input."""
     return Score(tally.points, tuple(dict.fromkeys(tally.messages)))
-
-
-def _two(answer: Any, exercise: str, first: str, second: str) -> tuple[Any, Any]:
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise TypeError(f'write check("{exercise}", {first}, {second}): this exercise has two functions')
-    return answer
 
 
 # -- 2.1 states: bytes per parameter -----------------------------------------------------------------------
@@ -136,13 +135,13 @@ def _recipes_2_1(seed: int) -> list[tuple[int, str, str, bool]]:
     return [
         (rng.randrange(10**6, 3 * 10**11), precision, optimizer, offload)
         for offload in (False, True)
-        for precision, optimizer in product(PRECISIONS, OPTIMIZERS)
+        for precision, optimizer in itertools.product(PRECISIONS, OPTIMIZERS)
     ]
 
 
 def _evidence_2_1(answer: Any, seed: int) -> Evidence:
     answers = [call(answer, *recipe) for recipe in _recipes_2_1(seed)]
-    return {"seed": seed, "answers": answers}
+    return {"answers": answers}
 
 
 def _group_2_1(precision: str, optimizer: str, offload: bool) -> str:
@@ -160,10 +159,10 @@ _GROUPS_2_1 = {
 }  # fmt: skip
 
 
-def _score_2_1(evidence: Evidence) -> Score:
+def _score_2_1(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    recipes = _recipes_2_1(evidence["seed"])
-    wrong = [_wrong_2_1(recipe, entry) for recipe, entry in zip(recipes, evidence["answers"], strict=True)]
+    recipes = _recipes_2_1(seed)
+    wrong = [_wrong_2_1(recipe, entry) for recipe, entry in answers_to(recipes, evidence["answers"])]
     autocast = False
     for group, points in _GROUPS_2_1.items():
         found = (
@@ -425,35 +424,31 @@ def _sizes_2_2(seed: int) -> list[list[int]]:
 
 
 def _evidence_2_2(answer: Any, seed: int) -> Evidence:
-    measure_states, step_peak = _two(answer, "2.2", "measure_states", "step_peak")
+    measure_states, step_peak = several(answer, "2.2", "measure_states", "step_peak")
 
     # Built before the fork: the first optimizer step of a process imports for a second or two.
     built = [_build(case) for _, group in _models_2_2(seed) for case in group]
 
     def work() -> Evidence:
-        measured = [_guarded(measure_states, model, optimizer) for model, optimizer in built]
-        peaks = [
-            _guarded(step_peak, list(sizes), implementation)
-            for implementation in IMPLEMENTATIONS
-            for sizes in _sizes_2_2(seed)
-        ]
-        if all(entry.get("not_written") for entry in measured + peaks):
+        measured = [guarded(measure_states, model, optimizer) for model, optimizer in built]
+        asked = itertools.product(IMPLEMENTATIONS, _sizes_2_2(seed))
+        peaks = [guarded(step_peak, list(sizes), implementation) for implementation, sizes in asked]
+        if unwritten([*measured, *peaks]):
             raise NotImplementedError("exercise 2.2")
-        return {"seed": seed, "measured": measured, "peaks": peaks}
+        return {"measured": measured, "peaks": peaks}
 
     return in_child(work, seconds=30, memory=2 * GIB)
 
 
-def _score_2_2(evidence: Evidence) -> Score:
+def _score_2_2(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    entries = iter(evidence["measured"])
-    for points, group in _models_2_2(evidence["seed"]):
-        _award(tally, points, _first([_wrong_2_2(case, next(entries)) for case in group]))
-    peaks = iter(evidence["peaks"])
-    for implementation in IMPLEMENTATIONS:
-        answers = [(sizes, next(peaks)) for sizes in _sizes_2_2(evidence["seed"])]
-        wrong = _first(_wrong_peak(sizes, implementation, entry) for sizes, entry in answers)
-        _award(tally, 0.5, wrong)
+    groups = _models_2_2(seed)
+    measured = iter(answers_to([case for _, group in groups for case in group], evidence["measured"]))
+    for points, group in groups:
+        _award(tally, points, _first([_wrong_2_2(*next(measured)) for _ in group]))
+    peaks = answers_to(itertools.product(IMPLEMENTATIONS, _sizes_2_2(seed)), evidence["peaks"])
+    for name in IMPLEMENTATIONS:
+        _award(tally, 0.5, _first(_wrong_peak(sizes, i, e) for (i, sizes), e in peaks if i == name))
     return _score(tally)
 
 
@@ -633,10 +628,8 @@ def _evidence_2_3(answer: Any, seed: int) -> Evidence:
         import torch
 
         torch.manual_seed(seed % 2**32)
-        saved = {}
-        for name, dims in _dims_2_3(seed).items():
-            saved[name] = call(answer, *_case_2_3(name, *dims))
-        return {"seed": seed, "saved": saved, "leaks": _leaks(answer)}
+        saved = [call(answer, *_case_2_3(name, *dims)) for name, dims in _dims_2_3(seed).items()]
+        return {"saved": saved, "leaks": _leaks(answer)}
 
     return in_child(work, seconds=30, memory=2 * GIB)
 
@@ -660,12 +653,13 @@ def _leaks(answer: Any) -> bool:
     return any(output() is not None for output in outputs)
 
 
-def _score_2_3(evidence: Evidence) -> Score:
+def _score_2_3(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    dims = _dims_2_3(evidence["seed"])
+    dims = _dims_2_3(seed)
+    saved = dict(answers_to(dims, evidence["saved"]))
     linear = False
     for names, hint in _GROUPS_2_3:
-        wrong = _first(_wrong_2_3(name, dims[name], evidence["saved"][name], hint) for name in names)
+        wrong = _first(_wrong_2_3(name, dims[name], saved[name], hint) for name in names)
         if names[0] == "add and scale" and not linear:  # a function that always returns 0 isn't right here
             wrong = wrong or (
                 "add and scale: 0 B is right, and this point counts only when the Linear passes: a function "
@@ -721,6 +715,7 @@ def block_activation_bytes(
 
 #: (dropout, fused) of the four blocks that `act_bytes` is asked for, half a point each.
 _KINDS_2_4 = ((True, False), (False, False), (True, True), (False, True))
+_FACTORS_2_4 = (1, 2, 4)
 
 
 def _shapes_2_4(seed: int) -> list[tuple[int, int, int, int, int, int]]:
@@ -738,21 +733,23 @@ def _shapes_2_4(seed: int) -> list[tuple[int, int, int, int, int, int]]:
 
 
 def _evidence_2_4(answer: Any, seed: int) -> Evidence:
+    asked = itertools.product(_KINDS_2_4, _shapes_2_4(seed), _FACTORS_2_4)
     answers = [
-        [
-            [call(answer, factor * s, b, h, a, f, layers, dropout, fused) for factor in (1, 2, 4)]
-            for s, b, h, a, f, layers in _shapes_2_4(seed)
-        ]
-        for dropout, fused in _KINDS_2_4
+        call(answer, factor * s, b, h, a, f, layers, *kind) for kind, (s, b, h, a, f, layers), factor in asked
     ]
-    return {"seed": seed, "answers": answers}
+    return {"answers": answers}
 
 
-def _score_2_4(evidence: Evidence) -> Score:
+def _score_2_4(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    shapes = _shapes_2_4(evidence["seed"])
-    for kind, answers in zip(_KINDS_2_4, evidence["answers"], strict=True):
-        wrong = (_wrong_2_4(shape, kind, entries) for shape, entries in zip(shapes, answers, strict=True))
+    shapes = _shapes_2_4(seed)
+    asked = list(itertools.product(_KINDS_2_4, shapes, _FACTORS_2_4))
+    entries = [entry for _, entry in answers_to(asked, evidence["answers"])]
+    for kind in _KINDS_2_4:
+        wrong = []
+        for shape in shapes:
+            own = [e for (k, s, _), e in zip(asked, entries, strict=True) if (k, s) == (kind, shape)]
+            wrong.append(_wrong_2_4(shape, kind, own))
         _award(tally, 0.5, _first(wrong))
     return _score(tally)
 
@@ -769,7 +766,7 @@ def _wrong_2_4(
 
     if error := _first(_error("act_bytes", entry) for entry in entries):
         return error
-    factors, values = (1, 2, 4), [_value(entry) for entry in entries]
+    factors, values = _FACTORS_2_4, [_value(entry) for entry in entries]
     if wrong := _first(_wrong_type("act_bytes", v, right(n)) for n, v in zip(factors, values, strict=True)):
         if "float" in wrong:
             wrong += " (s*b*h times 5*a*s/h is 5*a*b*s*s)"
@@ -854,22 +851,19 @@ def _runs_2_5(seed: int) -> list[tuple[int, int, int, float, bool]]:
 
 
 def _evidence_2_5(answer: Any, seed: int) -> Evidence:
-    min_cards, train_days = _two(answer, "2.5", "min_cards", "train_days")
-    cards = [_guarded(min_cards, *case) for case in _cards_2_5(seed)]
-    days = [_guarded(train_days, *case) for case in _runs_2_5(seed)]
-    if all(entry.get("not_written") for entry in cards + days):
+    min_cards, train_days = several(answer, "2.5", "min_cards", "train_days")
+    cards = [guarded(min_cards, *case) for case in _cards_2_5(seed)]
+    days = [guarded(train_days, *case) for case in _runs_2_5(seed)]
+    if unwritten([*cards, *days]):
         raise NotImplementedError("exercise 2.5")
-    return {"seed": seed, "cards": cards, "days": days}
+    return {"cards": cards, "days": days}
 
 
-def _score_2_5(evidence: Evidence) -> Score:
+def _score_2_5(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    wrong = [
-        _wrong_cards(case, entry)
-        for case, entry in zip(_cards_2_5(evidence["seed"]), evidence["cards"], strict=True)
-    ]
+    wrong = [_wrong_cards(case, entry) for case, entry in answers_to(_cards_2_5(seed), evidence["cards"])]
     _award(tally, 1, _first(wrong))
-    runs = list(zip(_runs_2_5(evidence["seed"]), evidence["days"], strict=True))
+    runs = list(answers_to(_runs_2_5(seed), evidence["days"]))
     for recompute in (True, False):
         found = _first(_wrong_days(case, entry) for case, entry in runs if case[4] is recompute)
         _award(tally, 0.5, found)

@@ -11,20 +11,25 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number
+from memlab.exercises import (
+    Evidence,
+    Exercise,
+    Score,
+    Tally,
+    answers_to,
+    call,
+    close,
+    exactly,
+    is_number,
+    plain,
+    several,
+)
 from memlab.exercises.limits import contained
 from memlab.units import GB, GIB, MIB, format_bytes
 
 Link = dict[str, Any]
-
-
-def _pair(answer: Any, first: str, second: str) -> tuple[Any, Any]:
-    """The two functions that a check asks for."""
-    if type(answer) is not tuple or len(answer) != 2:
-        raise TypeError(f"give the check both functions: {first} and {second}")
-    return answer
 
 
 def _value(case: Evidence) -> Any:
@@ -50,42 +55,43 @@ def _chips(seed: int) -> list[tuple[int, float]]:
     return [(5120, 3.186), (5120, 2.43), (5120, 5.234), (384, 21.0), *hidden]
 
 
-def _capacity_evidence(answer: Any, seed: int) -> Evidence:
-    bandwidth, visible = _pair(answer, "bandwidth", "visible")
+def _sizes(seed: int) -> list[int]:
     rng = random.Random(f"1.1 sizes {seed}")
-    sizes = [85_198_045_184, *(rng.randrange(4 * GIB, 300 * GIB) for _ in range(3))]
+    return [85_198_045_184, *(rng.randrange(4 * GIB, 300 * GIB) for _ in range(3))]
+
+
+def _capacity_evidence(answer: Any, seed: int) -> Evidence:
+    bandwidth, visible = several(answer, "1.1", "bandwidth", "visible")
     return {
-        "bandwidth": [{"args": [b, r], **call(bandwidth, b, r)} for b, r in _chips(seed)],
-        "visible": [{"args": [n], **call(visible, n)} for n in sizes],
+        "bandwidth": [call(bandwidth, *chip) for chip in _chips(seed)],
+        "visible": [call(visible, n) for n in _sizes(seed)],
     }
 
 
-def _capacity_score(evidence: Evidence) -> Score:
+def _capacity_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    chips = evidence["bandwidth"]
-    wrong = [c for c in chips if not close(_value(c), c["args"][0] * c["args"][1] / 8)]
+    chips = answers_to(_chips(seed), evidence["bandwidth"])
+    seen = answers_to(_sizes(seed), evidence["visible"])
+    wrong = [(chip, c) for chip, c in chips if not close(_value(c), chip[0] * chip[1] / 8)]
     text = ""
     if wrong:
-        bits, rate = wrong[0]["args"]
-        text = f"bandwidth({bits}, {rate}) isn't {bits * rate / 8:,.0f} GB/s" + _stopped(wrong)
-        if close(_value(wrong[0]), bits * rate):
+        (bits, rate), case = wrong[0]
+        text = f"bandwidth({bits}, {rate}) isn't {bits * rate / 8:,.0f} GB/s"
+        text += _stopped([c for _, c in wrong])
+        if close(_value(case), bits * rate):
             text = "bandwidth: that is gigabits per second; the bus is counted in bits, the answer in bytes"
-        elif close(_value(wrong[0]), bits * rate / 8 / 1.024**3) or close(
-            _value(wrong[0]), bits * rate / 8.192
-        ):
+        elif close(_value(case), bits * rate / 8 / 1.024**3) or close(_value(case), bits * rate / 8.192):
             text = "bandwidth: a vendor's GB is 10^9 bytes; don't divide by powers of 1024"
-        elif "error" not in wrong[0]:
-            text += (
-                f" but you return {_value(wrong[0])!r}: every pin carries `gbps_per_pin` gigabits per second"
-            )
+        elif "error" not in case:
+            text += f" but you return {_value(case)!r}: every pin carries `gbps_per_pin` gigabits per second"
     tally.award(1, not wrong, text)
 
-    pairs = [(c["args"][0], _value(c)) for c in evidence["visible"]]
+    pairs = [(n, _value(c)) for n, c in seen]
     shaped = all(isinstance(v, list) and len(v) == 2 for _, v in pairs)
     if not shaped:
         return Score(
             tally.points,
-            (*tally.messages, "visible returns two numbers: (GB, GiB)" + _stopped(evidence["visible"])),
+            (*tally.messages, "visible returns two numbers: (GB, GiB)" + _stopped([c for _, c in seen])),
         )
     if all(_is(v, (n / GIB, n / GB)) for n, v in pairs):
         return Score(
@@ -146,76 +152,83 @@ def _machines(seed: int) -> list[list[Link]]:
     return [x86, grace, own]
 
 
-def _links_evidence(answer: Any, seed: int) -> Evidence:
-    transfer_time, path = _pair(answer, "transfer_time", "path")
+def _transfers(seed: int) -> list[tuple[int, Link]]:
+    """Bytes, and the row of a datasheet that they take."""
     rng = random.Random(f"1.2 bytes {seed}")
-    times, paths = [], []
-    for links in _machines(seed):
-        for link in links:
-            n = rng.choice([80, 140, 7]) * GB + rng.randrange(GB)
-            times.append({"bytes": n, "link": link, **call(transfer_time, n, _copy(link))})
-        for ends in (("cpu", "gpu"), ("gpu", "cpu"), ("gpu", "gpu"), ("cpu", "nvme")):
-            paths.append(
-                {"ends": list(ends), "links": links, **call(path, *ends, [_copy(row) for row in links])}
-            )
-    return {"times": times, "paths": paths}
+    rows = [link for links in _machines(seed) for link in links]
+    return [(rng.choice([80, 140, 7]) * GB + rng.randrange(GB), link) for link in rows]
+
+
+def _ways(seed: int) -> list[tuple[tuple[str, str], list[Link]]]:
+    ends = (("cpu", "gpu"), ("gpu", "cpu"), ("gpu", "gpu"), ("cpu", "nvme"))
+    return [(pair, links) for links in _machines(seed) for pair in ends]
+
+
+def _links_evidence(answer: Any, seed: int) -> Evidence:
+    transfer_time, path = several(answer, "1.2", "transfer_time", "path")
+    return {
+        "times": [call(transfer_time, n, _copy(link)) for n, link in _transfers(seed)],
+        "paths": [call(path, *ends, [_copy(row) for row in links]) for ends, links in _ways(seed)],
+    }
 
 
 def _copy(link: Link) -> Link:
-    return {**link, "connects": tuple(link["connects"])}  # the answer may not change what the score reads
+    return {**link, "connects": tuple(link["connects"])}  # an answer that changes its own changes nothing
 
 
-def _links_score(evidence: Evidence) -> Score:
+def _links_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    times, paths = evidence["times"], evidence["paths"]
+    times = answers_to(_transfers(seed), evidence["times"])
+    paths = answers_to(_ways(seed), evidence["paths"])
 
-    def right(case: Evidence) -> bool:
-        return close(_value(case), case["bytes"] / GB / one_direction(case["link"]))
+    def expected(asked: tuple[int, Link]) -> float:
+        return asked[0] / GB / one_direction(asked[1])
 
-    plain = [c for c in times if not c["link"]["both_directions"]]
-    summed = [c for c in times if c["link"]["both_directions"]]
-    plain_right, summed_right = all(map(right, plain)), all(map(right, summed))
-    bad = next((c for c in plain if not right(c)), plain[0])
-    expected = bad["bytes"] / GB / one_direction(bad["link"])
-    hint = f"transfer_time: {bad['bytes']:,} B over {bad['link']['name']} take {expected:.4g} s"
-    if close(_value(bad), expected * 8):
-        hint += "; gb_per_s counts bytes, not bits"
-    elif close(_value(bad), expected * GB / GIB, 0.001):
-        hint += "; a link's GB is 10^9 bytes"
-    elif "error" not in bad:
-        hint += f", not {_shown(_value(bad))}"
-    tally.award(0.5, plain_right, hint + _stopped(plain))
+    plain_rows = [(asked, c) for asked, c in times if not asked[1]["both_directions"]]
+    bad = next(((asked, c) for asked, c in plain_rows if not close(_value(c), expected(asked))), None)
+    hint = ""
+    if bad is not None:
+        (n, link), case = bad
+        right = expected(bad[0])
+        hint = f"transfer_time: {n:,} B over {link['name']} take {right:.4g} s"
+        if close(_value(case), right * 8):
+            hint += "; gb_per_s counts bytes, not bits"
+        elif close(_value(case), right * GB / GIB, 0.001):
+            hint += "; a link's GB is 10^9 bytes"
+        elif "error" not in case:
+            hint += f", not {_shown(_value(case))}"
+        hint += _stopped([c for _, c in plain_rows])
+    tally.award(0.5, bad is None, hint)
     tally.award(
         0.5,
-        summed_right and plain_right,
+        bad is None and all(close(_value(c), expected(asked)) for asked, c in times),
         "transfer_time: a row with both_directions sums two directions; your bytes travel in one of them"
-        if plain_right
+        if bad is None
         else "transfer_time: then treat the rows that sum both directions",
     )
 
-    def found(case: Evidence) -> bool:
-        return "error" not in case and _value(case) == fastest(case["ends"], case["links"])
+    def found(ends: Sequence[str], links: Sequence[Link], case: Evidence) -> bool:
+        return "error" not in case and _value(case) == fastest(ends, links)
 
     # An answer for a pair that nothing joins is checked together with the pairs that are joined.
-    joined = [c for c in paths if fastest(c["ends"], c["links"]) is not None]
-    x86 = [c for c in joined if any(row["name"] == "HBM2e" for row in c["links"])]
-    others = [c for c in joined if c not in x86]
-    on_x86, elsewhere = (next((c for c in some if not found(c)), None) for some in (x86, others))
+    wrong = [(ends, links, case) for (ends, links), case in paths if not found(ends, links, case)]
+    joined = [w for w in wrong if fastest(*w[:2]) is not None]
+    on_x86 = next((w for w in joined if any(row["name"] == "HBM2e" for row in w[1])), None)
     tally.award(0.5, on_x86 is None, _wrong_path(on_x86))
     if on_x86 is not None:
         return tally.score()  # the first mistake first
-    nowhere = next((c for c in paths if not found(c)), None) if elsewhere is None else None
-    hint = "path: where no link joins the two ends, return None" + _stopped(paths)
-    tally.award(0.5, elsewhere is None and nowhere is None, _wrong_path(elsewhere) or hint)
+    hint = "path: where no link joins the two ends, return None" + _stopped([c for _, c in paths])
+    tally.award(0.5, not wrong, _wrong_path(joined[0]) if joined else hint)
     return tally.score()
 
 
-def _wrong_path(case: Evidence | None) -> str:
+def _wrong_path(wrong: tuple[Sequence[str], Sequence[Link], Evidence] | None) -> str:
     """What is wrong with one answer of `path`."""
-    if case is None:
+    if wrong is None:
         return ""
-    ends, names, value = case["ends"], [row["name"] for row in case["links"]], _value(case)
-    text = f"path{tuple(ends)!r} among {', '.join(names)} is {fastest(ends, case['links'])!r}"
+    ends, links, case = wrong
+    names, value = [row["name"] for row in links], _value(case)
+    text = f"path{tuple(ends)!r} among {', '.join(names)} is {fastest(ends, links)!r}"
     if "error" in case:
         return text + _stopped([case])
     if isinstance(value, dict) and value.get("name") in names:
@@ -224,7 +237,7 @@ def _wrong_path(case: Evidence | None) -> str:
         return text + ", and you found no link: the ends may come in either order"
     if value not in names:
         return text + f", not {_shown(value)}: return the link's name"
-    chosen = next(row for row in case["links"] if row["name"] == value)
+    chosen = next(row for row in links if row["name"] == value)
     if sorted(chosen["connects"]) == sorted(ends):
         return text + f", not {value!r}: compare one direction with one direction"
     return text + f", not {value!r}: that joins {' and '.join(chosen['connects'])}"
@@ -261,20 +274,24 @@ class _Bench:
         self.now += duration
 
 
-def _copy_evidence(answer: Any, seed: int) -> Evidence:
+def _benches(seed: int) -> list[tuple[int, list[int], _Bench]]:
+    """Bytes of a cache, the sizes that are asked for, and the bench."""
     rng = random.Random(f"1.3 sizes {seed}")
-    runs = []
+    found = []
     for cache in (rng.choice([8, 12, 24]) * MIB, rng.choice([32, 36, 105]) * MIB):
         sizes = [cache // 8, cache * 2, cache * 4, cache * 8, cache * 16]
         rng.shuffle(sizes)
-        bench = _Bench(rng.randrange(2**30), sizes)
+        found.append((cache, sizes, _Bench(rng.randrange(2**30), sizes)))
+    return found
+
+
+def _copy_evidence(answer: Any, seed: int) -> Evidence:
+    runs = []
+    for cache, sizes, bench in _benches(seed):
         result = call(answer, list(sizes), cache, bench.copy, bench.clock)
-        runs.append(
-            {"sizes": sizes, "cache": cache, "spent": [[n, d] for n, d in bench.spent.items()], **result}
-        )
-    here = _here(answer)
-    print(here)
-    return {"runs": runs, "here": here}
+        runs.append({"copies": [len(bench.spent[n]) for n in sizes], **result})
+    print(_here(answer))
+    return {"runs": runs}
 
 
 def _here(answer: Callable[..., Any]) -> str:
@@ -306,19 +323,23 @@ def _here(answer: Callable[..., Any]) -> str:
     return f"your function on this machine's RAM (no points depend on it): {shown}{note}"
 
 
-def _copy_score(evidence: Evidence) -> Score:
+def _copy_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    runs = evidence["runs"]
-    if any("error" in run for run in runs):
-        return Score(0, ("copy_bandwidth" + _stopped(runs)[2:],))
-    if not all(isinstance(_value(run), dict) and _value(run) for run in runs):
-        return Score(0, ("copy_bandwidth returns a dict: {bytes: GB/s} for the sizes that count",))
+    runs = answers_to(_benches(seed), evidence["runs"])
+    if any("error" in run for _, run in runs):
+        return Score(0, ("copy_bandwidth" + _stopped([run for _, run in runs])[2:],))
+    for (_, sizes, _), run in runs:
+        if not isinstance(_value(run), dict) or not _value(run):
+            return Score(0, ("copy_bandwidth returns a dict: {bytes: GB/s} for the sizes that count",))
+        for name in _value(run):
+            if name not in map(str, sizes):
+                return Score(0, (f"copy_bandwidth was asked for the sizes {sizes}, not for {name}",))
     traffic = timed = best = enough = True
     unit_hint = ""
-    for run in runs:
-        spent = dict(run["spent"])
+    for (_, sizes, bench), run in runs:
+        copies = dict(zip(sizes, exactly(run["copies"], len(sizes)), strict=True))
         for name, rate in _value(run).items():
-            durations = spent[int(name)]
+            durations = bench.script[int(name)][: copies[int(name)]]
             unit = int(name) / GB
             if not durations:
                 return Score(
@@ -340,8 +361,8 @@ def _copy_score(evidence: Evidence) -> Score:
         return Score(
             0, ("copy_bandwidth: time copy(nbytes) by the clock() that you are given, and by nothing else",)
         )
-    expected = [{n for n in run["sizes"] if n >= 4 * run["cache"]} for run in runs]
-    kept = [{int(n) for n in _value(run)} for run in runs]
+    expected = [{n for n in sizes if n >= 4 * cache} for (cache, sizes, _), _ in runs]
+    kept = [{int(n) for n in _value(run)} for _, run in runs]
     tally.award(
         0.4,
         traffic,
@@ -353,11 +374,11 @@ def _copy_score(evidence: Evidence) -> Score:
         best and enough,
         "time each size at least 3 times and keep the shortest: the first touches new pages",
     )
-    sizes = "sizes: leave out what isn't at least 4 times the cache: such a copy measures the cache"
-    if all(found == {n for n in found if n > 4 * run["cache"]} and found < right
-           for found, right, run in zip(kept, expected, runs, strict=True)):  # fmt: skip
-        sizes = "sizes: exactly 4 times the cache counts as well"
-    tally.award(0.2, kept == expected, sizes)
+    hint = "sizes: leave out what isn't at least 4 times the cache: such a copy measures the cache"
+    if all(found == {n for n in found if n > 4 * asked[0]} and found < right
+           for found, right, (asked, _) in zip(kept, expected, runs, strict=True)):  # fmt: skip
+        hint = "sizes: exactly 4 times the cache counts as well"
+    tally.award(0.2, kept == expected, hint)
     return tally.score()
 
 
@@ -368,8 +389,8 @@ def _flight(gb_per_s: float, cycles: float, ghz: float) -> float:
     return gb_per_s * cycles / ghz  # 1e9 B/s x 1e-9 s = B
 
 
-def _flight_evidence(answer: Any, seed: int) -> Evidence:
-    in_flight, threads = _pair(answer, "bytes_in_flight", "threads_per_sm")
+def _cards(seed: int) -> list[tuple[float, int, float, int, int]]:
+    """GB/s, cycles, GHz, SMs, and bytes that a thread loads: two cards and three that exist nowhere."""
     rng = random.Random(f"1.4 {seed}")
     cards = [(2039.0, 400, 1.41, 108), (3350.0, 400, 1.755, 132)]
     for _ in range(3):
@@ -381,22 +402,28 @@ def _flight_evidence(answer: Any, seed: int) -> Evidence:
         )
         cards.append(card)
     loads = [4, 16, *(rng.choice([2, 4, 8, 16]) for _ in range(3))]
+    return [(*card, load) for card, load in zip(cards, loads, strict=True)]
+
+
+def _flight_evidence(answer: Any, seed: int) -> Evidence:
+    in_flight, threads = several(answer, "1.4", "bytes_in_flight", "threads_per_sm")
     return {
-        "bytes": [{"args": list(c[:3]), **call(in_flight, *c[:3])} for c in cards],
-        "threads": [
-            {"args": [*c, load], **call(threads, *c, load)} for c, load in zip(cards, loads, strict=True)
-        ],
-    }  # fmt: skip
+        "bytes": [call(in_flight, *card[:3]) for card in _cards(seed)],
+        "threads": [call(threads, *card) for card in _cards(seed)],
+    }
 
 
-def _flight_score(evidence: Evidence) -> Score:
+def _flight_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    wrong = [c for c in evidence["bytes"] if not close(_value(c), _flight(*c["args"]))]
+    flights = answers_to(_cards(seed), evidence["bytes"])
+    threads = answers_to(_cards(seed), evidence["threads"])
+    wrong = [(card, c) for card, c in flights if not close(_value(c), _flight(*card[:3]))]
     text = ""
     if wrong:
-        rate, cycles, ghz = wrong[0]["args"]
-        expected, got = _flight(rate, cycles, ghz), _value(wrong[0])
-        text = f"bytes_in_flight({rate}, {cycles}, {ghz}) isn't {expected:,.0f} B" + _stopped(wrong)
+        (rate, cycles, ghz, *_), case = wrong[0]
+        expected, got = _flight(rate, cycles, ghz), _value(case)
+        text = f"bytes_in_flight({rate}, {cycles}, {ghz}) isn't {expected:,.0f} B"
+        text += _stopped([c for _, c in wrong])
         if close(got, rate * cycles * ghz):
             text = "bytes_in_flight: cycles x GHz is no time; a cycle lasts 1 / GHz nanoseconds"
         elif is_number(got) and got and math.isclose(abs(math.log10(expected / got)) % 3, 0, abs_tol=0.01):
@@ -407,20 +434,19 @@ def _flight_score(evidence: Evidence) -> Score:
 
     def expected_threads(position: int) -> list[float]:
         """From the right bytes, and from the student's own: one mistake costs its points once."""
-        *flow, sms, load = threads[position]["args"]
-        own = _value(evidence["bytes"][position])
+        (*flow, sms, load), case = flights[position]
+        own = _value(case)
         flows = [_flight(*flow), own] if is_number(own) and own > 0 else [_flight(*flow)]
         return [flow / (sms * load) for flow in flows]
 
-    threads = evidence["threads"]
-    answers = [(_value(case), expected_threads(k)) for k, case in enumerate(threads)]
+    answers = [(_value(case), expected_threads(k)) for k, (_, case) in enumerate(threads)]
     rounded = all(is_number(n) and any(abs(n - m) <= 1 for m in wanted) for n, wanted in answers)
     exact = all(type(n) is int and n in map(math.ceil, wanted) for n, wanted in answers)
     near = tally.award(
         0.5,
         rounded,
         "threads_per_sm: divide the bytes in flight among the SMs, then by what one thread has on the way"
-        + _stopped(threads),
+        + _stopped([case for _, case in threads]),
     )
     if near:
         exactly = "threads_per_sm: return an int, rounded up: half a thread loads nothing"
@@ -430,136 +456,199 @@ def _flight_score(evidence: Evidence) -> Score:
 
 # -- 1.5 the meter -----------------------------------------------------------------------------------------
 
-Step = dict[str, Any]
+
+class _Step(NamedTuple):
+    """What a meter must show at one place of a script. `fault`: the mistake that a wrong number points at."""
+
+    what: str
+    live: int
+    peak: int
+    fault: str = ""  # a key of `_METER_HINTS`
+    most: int = 0  # where the peak of a backward depends on the order in which autograd frees: its bounds
 
 
 class _Log:
-    """Notes the meter's two numbers beside what they must be."""
+    """Notes the meter's two numbers. What they must be stands in another place: `score` alone knows it."""
 
     def __init__(self, meter: Any) -> None:
-        self.meter, self.steps = meter, list[Step]()
+        self.meter, self.steps, self.freed = meter, list[list[Any]](), True
 
-    def note(self, what: str, live: int, peak: int, *, fault: str = "") -> None:
-        """`fault` names the mistake that a wrong number points at here (a key of `_METER_HINTS`)."""
-        from memlab.exercises import plain
+    def note(self) -> None:
+        self.steps.append([plain(self.meter.live_bytes), plain(self.meter.peak_bytes)])
 
-        got = {"live": plain(self.meter.live_bytes), "peak": plain(self.meter.peak_bytes)}
-        self.steps.append({"what": what, "live": live, "peak": peak, "got": got, "fault": fault})
+    def found(self) -> Evidence:
+        return {"steps": self.steps, "freed": self.freed}
 
 
-def _allocations(make: Callable[[], Any], rng: random.Random) -> list[Step]:
+class _Sizes(NamedTuple):
+    """What a script draws from the seed; each script has its own use for the numbers."""
+
+    a: int
+    b: int
+    c: int
+
+    @classmethod
+    def of(cls, name: str, seed: int) -> _Sizes:
+        rng = random.Random(f"1.5 {name} {seed}")
+        if name == "a forward and a backward":
+            return cls(rng.randrange(2, 6), 8 * rng.randrange(4, 12), 4 * rng.randrange(2, 16))
+        if name == "views and shared storage":
+            return cls(rng.randrange(6, 60), 0, 0)
+        return cls(*(4 * rng.randrange(10, 3000) for _ in range(3)))
+
+
+def _allocations(make: Callable[[], Any], sizes: _Sizes) -> Evidence:
     """Fresh tensors that come and go; the allocator hands the same address out again."""
     import weakref
 
     import torch
 
-    a, b, c = (rng.randrange(2, 3000) * 4 for _ in range(3))
+    a, b, c = sizes
     with make() as meter:
         log = _Log(meter)
         x = torch.empty(a, dtype=torch.uint8)
-        log.note(f"after x = torch.empty({a} bytes)", a, a)
+        log.note()
         y = torch.zeros(b // 4)
-        log.note(f"after y = torch.zeros({b} bytes)", a + b, a + b)
+        log.note()
         gone = weakref.ref(x.untyped_storage())
         del x
-        log.note("after del x", b, a + b)
-        log.steps[-1]["freed"] = gone() is None
+        log.note()
+        log.freed = gone() is None
         z = torch.ones(c // 4)
-        peak = max(a + b, b + c)
-        log.note(f"after z = torch.ones({c} bytes)", b + c, peak, fault="key")
+        log.note()
         del y, z
         for _ in range(5):
             w = torch.empty(a, dtype=torch.uint8)
             del w
-        log.note(f"after 5 times w = torch.empty({a} bytes); del w", 0, peak, fault="key")
+        log.note()
         values, indices = torch.full((b // 4, 2), 1.0).max(dim=1)
-        held, peak = b + 2 * b, max(peak, 2 * b + b + 2 * b)
-        log.note("after an operator with two results, values and indices", held, peak)
+        log.note()
         del values, indices
-    return log.steps
+    return log.found()
 
 
-def _views(make: Callable[[], Any], rng: random.Random) -> list[Step]:
+def _allocations_right(sizes: _Sizes) -> list[_Step]:
+    a, b, c = sizes
+    peak = max(a + b, b + c)
+    return [
+        _Step(f"after x = torch.empty({a} bytes)", a, a),
+        _Step(f"after y = torch.zeros({b} bytes)", a + b, a + b),
+        _Step("after del x", b, a + b),
+        _Step(f"after z = torch.ones({c} bytes)", b + c, peak, "key"),
+        _Step(f"after 5 times w = torch.empty({a} bytes); del w", 0, peak, "key"),
+        _Step("after an operator with two results, values and indices", 3 * b, max(peak, 5 * b)),
+    ]
+
+
+def _views(make: Callable[[], Any], sizes: _Sizes) -> Evidence:
     """Several tensors, one storage."""
     import torch
 
-    rows = rng.randrange(6, 60)
-    size = rows * rows * 4
+    rows = sizes.a
     with make() as meter:
         log = _Log(meter)
         x = torch.ones(rows, rows)
         flat, part, turned = x.view(-1), x[1:3], x.t()
         pieces = x.chunk(3)
-        log.note("after x and four kinds of views of it", size, size)
+        log.note()
         del x, flat, turned, pieces
-        log.note("after del of all but a slice: a slice keeps the whole storage", size, size)
+        log.note()
         grown = part.expand(2, 2, rows)
-        log.note("after part.expand(...)", size, size)
+        log.note()
         solid = grown.contiguous()
-        log.note("after .contiguous() of it, a real copy", size + 4 * rows * 4, size + 4 * rows * 4)
+        log.note()
         del part, grown
-        log.note("after del of the last view", 4 * rows * 4, size + 4 * rows * 4)
+        log.note()
         del solid
-    return log.steps
+    return log.found()
 
 
-def _in_place(make: Callable[[], Any], rng: random.Random) -> list[Step]:
+def _views_right(sizes: _Sizes) -> list[_Step]:
+    size, copy = 4 * sizes.a**2, 4 * 4 * sizes.a
+    return [
+        _Step("after x and four kinds of views of it", size, size),
+        _Step("after del of all but a slice: a slice keeps the whole storage", size, size),
+        _Step("after part.expand(...)", size, size),
+        _Step("after .contiguous() of it, a real copy", size + copy, size + copy),
+        _Step("after del of the last view", copy, size + copy),
+    ]
+
+
+def _in_place(make: Callable[[], Any], sizes: _Sizes) -> Evidence:
     """In-place operators, `out=`, and tensors that are older than the meter."""
     import torch
 
-    n = rng.randrange(10, 3000)
-    size = 4 * n
+    n = sizes.a // 4
     old, target = torch.ones(n), torch.empty(n)
     with make() as meter:
         log = _Log(meter)
         new = torch.zeros(n)
         new.add_(old).mul_(2)
-        log.note("after new = torch.zeros(...); new.add_(old).mul_(2)", size, size)
+        log.note()
         old.mul_(3)
         seen = old.view(1, -1)
-        log.note("after old.mul_(3) and a view of old, which was there before the meter", size, size)
+        log.note()
         torch.add(old, new, out=target)
-        log.note("after torch.add(old, new, out=target), target there before the meter", size, size)
+        log.note()
         both = old + seen[0]
-        log.note("after both = old + seen[0]", 2 * size, 2 * size)
+        log.note()
         del both, seen
-        log.note("after del both", size, 2 * size)
+        log.note()
         del new
-    return log.steps
+    return log.found()
 
 
-def _training(make: Callable[[], Any], rng: random.Random) -> list[Step]:
+def _in_place_right(sizes: _Sizes) -> list[_Step]:
+    size = sizes.a
+    return [
+        _Step("after new = torch.zeros(...); new.add_(old).mul_(2)", size, size),
+        _Step("after old.mul_(3) and a view of old, which was there before the meter", size, size),
+        _Step("after torch.add(old, new, out=target), target there before the meter", size, size),
+        _Step("after both = old + seen[0]", 2 * size, 2 * size),
+        _Step("after del both", size, 2 * size),
+    ]
+
+
+def _training(make: Callable[[], Any], sizes: _Sizes) -> Evidence:
     """A forward and a backward of Linear+ReLU layers without bias: every live byte is known."""
     import torch
 
-    depth, width, batch = rng.randrange(2, 6), 8 * rng.randrange(4, 12), 4 * rng.randrange(2, 16)
+    depth, width, batch = sizes
     layers = [torch.nn.Linear(width, width, bias=False) for _ in range(depth)]
     x = torch.ones(batch, width)
-    act, weight = 4 * batch * width, 4 * width * width
     with make() as meter:
         log = _Log(meter)
         for layer in layers:
             x = torch.relu(layer(x))
-        forward = (depth + 1) * act
-        log.note(f"after {depth} x Linear({width}, {width}) + ReLU, batch {batch}", depth * act, forward)
+        log.note()
         loss = x.sum()
         del x
         loss.backward()  # type: ignore[no-untyped-call]
-        last = {"live": meter.live_bytes, "peak": meter.peak_bytes}
-    log.note("after backward(): the gradients and the loss are left", depth * weight + 4, last["peak"])
-    # The peak of a backward depends on the order in which autograd frees; its bounds don't.
-    low = max(forward, depth * weight + 4)
-    log.steps[-1].update(peak_low=low, peak_high=forward + depth * weight + 3 * act + weight + 64)
-    return log.steps
+        log.note()
+    log.note()
+    return log.found()
 
 
-def _leaving(make: Callable[[], Any], rng: random.Random) -> list[Step]:
+def _training_right(sizes: _Sizes) -> list[_Step]:
+    depth, width, batch = sizes
+    act, weight = 4 * batch * width, 4 * width * width
+    forward, left = (depth + 1) * act, depth * weight + 4
+    low, most = max(forward, left), forward + depth * weight + 3 * act + weight + 64
+    what = f"after {depth} x Linear({width}, {width}) + ReLU, batch {batch}"
+    return [
+        _Step(what, depth * act, forward),
+        _Step("after backward(): the gradients and the loss are left", left, low, most=most),
+        _Step("after the end of the with block", left, low, most=most),
+    ]
+
+
+def _leaving(make: Callable[[], Any], sizes: _Sizes) -> Evidence:
     """Nothing is kept alive, nothing is counted after the end, what dies later is still counted off."""
     import weakref
 
     import torch
 
-    n = 4 * rng.randrange(10, 3000)
+    n = sizes.a
     with make() as meter:
         log = _Log(meter)
         kept = torch.empty(n, dtype=torch.uint8)
@@ -567,55 +656,66 @@ def _leaving(make: Callable[[], Any], rng: random.Random) -> list[Step]:
         gone = weakref.ref(dead)
         del dead
         gc.collect()
-        freed = gone() is None
-    log.note("after the end of the with block, one tensor alive", n, 3 * n)
+        log.freed = gone() is None
+    log.note()
     other = torch.empty(7 * n, dtype=torch.uint8)
-    log.note("after torch.empty(...) outside the block: not counted", n, 3 * n)
+    log.note()
     del other, kept
     gc.collect()
-    log.note("after del of the last tensor, outside the block", 0, 3 * n)
-    log.steps[-1]["freed"] = freed
+    log.note()
     with make() as again:
         log.meter = again
         second = torch.empty(n, dtype=torch.uint8)
-        log.note("in a second meter: it starts at 0", n, n)
+        log.note()
         del second
-    return log.steps
+    return log.found()
 
 
-_SCRIPTS: tuple[tuple[str, Callable[[Callable[[], Any], random.Random], list[Step]], float], ...] = (
-    ("allocate and free", _allocations, 0.75),
-    ("views and shared storage", _views, 0.75),
-    ("in place", _in_place, 0.5),
-    ("a forward and a backward", _training, 0.5),
-    ("leaving the block", _leaving, 0.5),
-)
+def _leaving_right(sizes: _Sizes) -> list[_Step]:
+    n = sizes.a
+    return [
+        _Step("after the end of the with block, one tensor alive", n, 3 * n),
+        _Step("after torch.empty(...) outside the block: not counted", n, 3 * n),
+        _Step("after del of the last tensor, outside the block", 0, 3 * n),
+        _Step("in a second meter: it starts at 0", n, n),
+    ]
+
+
+_SCRIPTS: dict[str, Callable[[Callable[[], Any], _Sizes], Evidence]] = {
+    "allocate and free": _allocations,
+    "views and shared storage": _views,
+    "in place": _in_place,
+    "a forward and a backward": _training,
+    "leaving the block": _leaving,
+}
+_RIGHT: dict[str, tuple[float, Callable[[_Sizes], list[_Step]]]] = {
+    "allocate and free": (0.75, _allocations_right),
+    "views and shared storage": (0.75, _views_right),
+    "in place": (0.5, _in_place_right),
+    "a forward and a backward": (0.5, _training_right),
+    "leaving the block": (0.5, _leaving_right),
+}
 
 
 def _meter_evidence(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
-        return {name: call(run, answer, random.Random(f"1.5 {name} {seed}")) for name, run, _ in _SCRIPTS}
+        return {"scripts": [call(run, answer, _Sizes.of(name, seed)) for name, run in _SCRIPTS.items()]}
 
     return contained(work)
 
 
-def _step_fault(step: Step) -> str:
-    """What is wrong with one noted step, or ''."""
-    live, peak = step["got"]["live"], step["got"]["peak"]
+def _step_fault(step: _Step, got: Any) -> str:
+    """What is wrong at one place, or ''."""
+    live, peak = exactly(got, 2)
     if type(live) is not int or type(peak) is not int:
         return f"live_bytes and peak_bytes must be ints, not {type(live).__name__} and {type(peak).__name__}"
-    if live != step["live"]:
-        return f"{step['what']}: live_bytes is {live:,}, should be {step['live']:,}"
-    if "peak_low" in step:
-        right = step["peak_low"] <= peak <= step["peak_high"]
-        return (
-            ""
-            if right
-            else f"{step['what']}: a peak of {peak:,} bytes can't be, nor can one below {step['peak_low']:,}"
-        )
-    return (
-        "" if peak == step["peak"] else f"{step['what']}: peak_bytes is {peak:,}, should be {step['peak']:,}"
-    )
+    if live != step.live:
+        return f"{step.what}: live_bytes is {live:,}, should be {step.live:,}"
+    if step.most:
+        right = step.peak <= peak <= step.most
+        low = f"a peak of {peak:,} bytes can't be, nor can one below {step.peak:,}"
+        return "" if right else f"{step.what}: {low}"
+    return "" if peak == step.peak else f"{step.what}: peak_bytes is {peak:,}, should be {step.peak:,}"
 
 
 _METER_HINTS = {
@@ -634,25 +734,28 @@ _HOLDS = (
 )
 
 
-def _meter_score(evidence: Evidence) -> Score:
-    errors = {evidence[name].get("error") for name, _, _ in _SCRIPTS}
+def _meter_score(evidence: Evidence, seed: int) -> Score:
+    cases = answers_to(_RIGHT, evidence["scripts"])
+    errors = {case.get("error") for _, case in cases}
     if len(errors) == 1 and None not in errors:
         return Score(0, (f"your meter stopped with {errors.pop()}",))
     tally = Tally()
-    ran = [evidence[name] for name, _, _ in _SCRIPTS if "error" not in evidence[name]]
-    holds = any(step.get("freed") is False for case in ran for step in _value(case))
+    holds = any(case["value"]["freed"] is not True for _, case in cases if "error" not in case)
     forgets = False
-    for name, _, points in _SCRIPTS:
-        case = evidence[name]
+    for name, case in cases:
+        points, right = _RIGHT[name]
         if "error" in case:
             tally.award(points, False, f"{name}: it stopped with {case['error']}")
             continue
-        steps = _value(case)
-        first = next((step for step in steps if _step_fault(step)), Step())
-        fault = _step_fault(first) if first else ""
-        if not fault and any(step.get("freed") is False for step in steps):
+        steps = right(_Sizes.of(name, seed))
+        noted = exactly(case["value"]["steps"], len(steps))
+        faults = [
+            (step, text) for step, got in zip(steps, noted, strict=True) if (text := _step_fault(step, got))
+        ]
+        first, fault = faults[0] if faults else (None, "")
+        if not fault and case["value"]["freed"] is not True:
             fault = "a deleted tensor stayed alive"
-        key = first.get("fault") or (name if not forgets else "key")
+        key = (first.fault if first else "") or (name if not forgets else "key")
         forgets = forgets or (key == "key" and bool(fault))
         hint = "" if holds else f". Hint: {_METER_HINTS[key]}"
         tally.award(points, not fault, f"{name}: {fault}{hint}")

@@ -21,7 +21,23 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memlab.exercises import Evidence, Exercise, Score, Tally, call, close, is_number, plain
+from memlab.exercises import (
+    NOT_WRITTEN,
+    Evidence,
+    Exercise,
+    Score,
+    Tally,
+    answers_to,
+    call,
+    close,
+    exactly,
+    guarded,
+    is_number,
+    plain,
+    several,
+    stopped,
+    unwritten,
+)
 from memlab.exercises.limits import contained
 from memlab.models import TransformerConfig
 from memlab.models import model as any_model
@@ -32,27 +48,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def _pair(answer: Any, exercise: str, first: str, second: str) -> tuple[Any, Any]:
-    if type(answer) is not tuple or len(answer) != 2:
-        raise TypeError(f'write check("{exercise}", {first}, {second}): this exercise has two answers')
-    return answer
-
-
 def _value(entry: Evidence) -> Any:
     return entry.get("value")
-
-
-def _guarded(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """`call`, but an answer of several that isn't written yet is evidence too."""
-    try:
-        return call(function, *args)
-    except NotImplementedError:
-        return {"error": "not written yet"}
-
-
-def _stopped(name: str, entry: Evidence) -> str:
-    error = entry["error"]
-    return f"{name}: {error}" if error == "not written yet" else f"{name} stopped with {error}"
 
 
 def _unit_slip(value: Any, expected: float) -> str:
@@ -146,23 +143,22 @@ def _counted(config: TransformerConfig) -> SimpleNamespace:
 def _n_params_evidence(answer: Any, seed: int) -> Evidence:
     configs = _configs(seed)
     return {
-        "seed": seed,
         "answers": {name: [call(answer, _counted(c)) for c in cases] for name, cases in configs.items()},
     }
 
 
-def _n_params_score(evidence: Evidence) -> Score:
+def _n_params_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    for name, configs in _configs(evidence["seed"]).items():
+    for name, configs in _configs(seed).items():
         answers = evidence["answers"][name]
-        fault = _first(_count_fault(c, a) for c, a in zip(configs, answers, strict=True))
+        fault = _first(_count_fault(c, a) for c, a in answers_to(configs, answers))
         tally.award(0.5, not fault, fault)
     return _once(tally)
 
 
 def _count_fault(config: TransformerConfig, entry: Evidence) -> str:
     if "error" in entry:
-        return _stopped("n_params", entry)
+        return stopped("n_params", entry)
     said, right = _value(entry), config.parameter_count
     if type(said) is int and said == right:
         return ""
@@ -251,21 +247,21 @@ def _linears(seed: int) -> list[tuple[int, int, int, int]]:
 
 
 def _linear_evidence(answer: Any, seed: int) -> Evidence:
-    return {"seed": seed, "answers": [call(answer, *case) for case in _linears(seed)]}
+    return {"answers": [call(answer, *case) for case in _linears(seed)]}
 
 
-def _linear_score(evidence: Evidence) -> Score:
-    cases, answers = _linears(evidence["seed"]), evidence["answers"]
+def _linear_score(evidence: Evidence, seed: int) -> Score:
+    cases, answers = _linears(seed), evidence["answers"]
     for entry in answers:
         if "error" in entry:
-            return Score(0, (_stopped("linear_bytes", entry),))
+            return Score(0, (stopped("linear_bytes", entry),))
         if type(_value(entry)) is not dict or set(_value(entry)) != set(linear_expected(1, 1, 1, 1)):
             return Score(
                 0, ("return a dict with the keys parameters, saved, forward and backward (values in bytes)",)
             )
     tally = Tally()
     for key in linear_expected(1, 1, 1, 1):
-        faults = [_linear_fault(key, c, entry["value"][key]) for c, entry in zip(cases, answers, strict=True)]
+        faults = [_linear_fault(key, c, entry["value"][key]) for c, entry in answers_to(cases, answers)]
         fault = _told(faults, "name the tensors that it counts, and their shapes")
         tally.award(0.5, not fault, fault)
     return _once(tally)
@@ -344,15 +340,15 @@ def _score_cases(seed: int) -> dict[str, list[tuple[int, int, int, int, str, boo
 
 def _scores_evidence(answer: Any, seed: int) -> Evidence:
     cases = _score_cases(seed)
-    return {"seed": seed, "answers": {n: [call(answer, *c) for c in group] for n, group in cases.items()}}
+    return {"answers": {n: [call(answer, *c) for c in group] for n, group in cases.items()}}
 
 
-def _scores_score(evidence: Evidence) -> Score:
+def _scores_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    for name, cases in _score_cases(evidence["seed"]).items():
+    for name, cases in _score_cases(seed).items():
         answers = evidence["answers"][name]
         fault = _told(
-            (_score_fault(case, entry) for case, entry in zip(cases, answers, strict=True)),
+            (_score_fault(case, entry) for case, entry in answers_to(cases, answers)),
             "which tensors have the shape (b, heads, s, s), and how wide are their numbers?",
         )
         tally.award(0.5, not fault, fault)
@@ -361,7 +357,7 @@ def _scores_score(evidence: Evidence) -> Score:
 
 def _score_fault(case: tuple[int, int, int, int, str, bool], entry: Evidence) -> tuple[str, list[str]] | None:
     if "error" in entry:
-        return _stopped("score_bytes", entry), [""]
+        return stopped("score_bytes", entry), [""]
     b, heads, s, layers, dtype, dropout = case
     said, right = _value(entry), score_expected(*case)
     if type(said) is int and said == right:
@@ -584,7 +580,7 @@ def _peak(answer: Any, case: _Attention, seed: int) -> Evidence:
 
 def _tiled_evidence(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
-        found: Evidence = {"seed": seed}
+        found: Evidence = {}
         for name, cases in _attentions(seed).items():
             found[name] = [call(_tiled_case, answer, case, seed) for case in cases]
         right = all(is_number(_value(e).get("error_out")) and _value(e)["error_out"] <= 1e-4
@@ -595,16 +591,15 @@ def _tiled_evidence(answer: Any, seed: int) -> Evidence:
     return contained(work, seconds=90, memory=3 * GIB)
 
 
-def _tiled_score(evidence: Evidence) -> Score:
+def _tiled_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    seed = evidence["seed"]
     faults = {
         name: _first(
-            _tiled_fault(case, entry) for case, entry in zip(cases, evidence[name], strict=True)
+            _tiled_fault(case, entry) for case, entry in answers_to(cases, evidence[name])
         )
         for name, cases in _attentions(seed).items()
     }  # fmt: skip
-    if any(_value(e).get("fused") for e in evidence["bytes"] if "error" not in e):
+    if any(_value(e)["fused"] is not False for e in evidence["bytes"] if "error" not in e):
         return Score(
             0, ("scaled_dot_product_attention does it for you: write the loop over the tiles yourself",)
         )
@@ -617,12 +612,12 @@ def _tiled_score(evidence: Evidence) -> Score:
     logs = _first(
         _lse_fault(case, entry)
         for name in ("equal", "large")
-        for case, entry in zip(_attentions(seed)[name], evidence[name], strict=True)
+        for case, entry in answers_to(_attentions(seed)[name], evidence[name])
     )
     first = "lse: first make the output of large scores right" if faults["large"] else ""
     tally.award(0.5, not first and not logs, first or logs)
     cases = _long(seed)
-    measured = [_bytes_fault(c, e, evidence) for c, e in zip(cases, evidence["bytes"], strict=True)]
+    measured = [_bytes_fault(c, e, evidence) for c, e in answers_to(cases, evidence["bytes"])]
     tally.award(1.5, not any(measured[:2]), _first(measured[:2]))
     tally.award(0.5, causal and not any(measured), measured[2] or "causal: then its bytes are looked at")
     return _once(tally)
@@ -959,21 +954,21 @@ def _split_case(answer: Any, case: _Split, seed: int) -> Evidence:
 def _split_evidence(answer: Any, seed: int) -> Evidence:
     def work() -> Evidence:
         # NotImplementedError passes through `call` and ends the check: not written yet
-        return {"seed": seed, "cases": [call(_split_case, answer, case, seed) for case in _splits(seed)]}
+        return {"cases": [call(_split_case, answer, case, seed) for case in _splits(seed)]}
 
     return contained(work, seconds=90, memory=3 * GIB)
 
 
-def _split_score(evidence: Evidence) -> Score:
+def _split_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    pairs = list(zip(_splits(evidence["seed"]), evidence["cases"], strict=True))
-    stopped = _first(f"{case}: it stopped with {e['error']}" for case, e in pairs if "error" in e)
-    if "cannot be multiplied" in stopped:
-        stopped += (
-            "; nn.Linear stores (outputs, inputs): a rank has rows of up.weight, columns of down.weight"
-        )
-    if stopped:
-        return Score(0, (stopped,))
+    pairs = answers_to(_splits(seed), evidence["cases"])
+    for case, e in pairs:
+        exactly(e["value"]["ranks"] if "value" in e else [0] * case.ranks, case.ranks)
+    failed = _first(f"{case}: it stopped with {e['error']}" for case, e in pairs if "error" in e)
+    if "cannot be multiplied" in failed:
+        failed += "; nn.Linear stores (outputs, inputs): a rank has rows of up.weight, columns of down.weight"
+    if failed:
+        return Score(0, (failed,))
     outputs = _first(_output_fault(case, rank) for case, e in pairs for rank in _value(e)["ranks"])
     if not tally.award(1, not outputs, outputs):
         tally.messages.append("gradients, bytes and messages are looked at once the output is right")
@@ -1220,7 +1215,7 @@ def _sharded_case(answer: Any, case: _Sharded, seed: int) -> Evidence:
 
         return {
             "off": off(plainly), "summed": off(summed), "still": off(begin),
-            "made": len(made), "states": _storage_bytes(states), "pieces": pieces, "sent": sent,
+            "made": len(made), "states": _storage_bytes(states), "pieces": pieces, "sent": max(sent),
             "calls": dict(comm.calls),
         }  # fmt: skip
 
@@ -1228,34 +1223,36 @@ def _sharded_case(answer: Any, case: _Sharded, seed: int) -> Evidence:
 
 
 def _zero_evidence(answer: Any, seed: int) -> Evidence:
-    zero, sharded = _pair(answer, "4.6", "zero", "Zero1")
-    shares = {name: [_guarded(zero, *case) for case in cases] for name, cases in _zeros(seed).items()}
+    zero, sharded = several(answer, "4.6", "zero", "Zero1")
+    shares = {name: [guarded(zero, *case) for case in cases] for name, cases in _zeros(seed).items()}
 
     def work() -> Evidence:
-        return {"cases": [_guarded(_sharded_case, sharded, case, seed) for case in _shardeds(seed)]}
+        return {"cases": [guarded(_sharded_case, sharded, case, seed) for case in _shardeds(seed)]}
 
     ran = contained(work, seconds=90, memory=3 * GIB)
     entries = [*(e for group in shares.values() for e in group), *ran.get("cases", [])]
-    if all(e.get("error") == "not written yet" for e in entries):
+    if unwritten(entries):
         raise NotImplementedError("exercise 4.6")
-    return {"seed": seed, "shares": shares, **({"cases": [ran] * 2} if "error" in ran else ran)}
+    return {"shares": shares, **({"cases": [ran] * 2} if "error" in ran else ran)}
 
 
-def _zero_score(evidence: Evidence) -> Score:
+def _zero_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    for name, cases in _zeros(evidence["seed"]).items():
-        fault = _first(_share_fault(case, e) for case, e in zip(cases, evidence["shares"][name], strict=True))
+    for name, cases in _zeros(seed).items():
+        fault = _first(_share_fault(case, e) for case, e in answers_to(cases, evidence["shares"][name]))
         tally.award(0.5, not fault, fault)
-    pairs = list(zip(_shardeds(evidence["seed"]), evidence["cases"], strict=True))
-    stopped = _first(
-        _stopped("Zero1" if e["error"] == "not written yet" else f"Zero1, {case}: it", e)
+    pairs = answers_to(_shardeds(seed), evidence["cases"])
+    for case, e in pairs:
+        exactly(e["value"]["ranks"] if "value" in e else [0] * case.ranks, case.ranks)
+    failed = _first(
+        stopped("Zero1" if e["error"] == NOT_WRITTEN else f"Zero1, {case}: it", e)
         for case, e in pairs
         if "error" in e
     )
-    if "leaf Variable" in stopped:
-        stopped += "; change parameters under torch.no_grad()"
-    if stopped:
-        tally.messages.append(stopped)
+    if "leaf Variable" in failed:
+        failed += "; change parameters under torch.no_grad()"
+    if failed:
+        tally.messages.append(failed)
         return _once(tally)
     right = _first(_zero1_fault(case, rank) for case, e in pairs for rank in _value(e)["ranks"])
     if not tally.award(1, not right, right):
@@ -1272,7 +1269,7 @@ def _share_fault(case: tuple[int, int, int, tuple[int, int, int]], entry: Eviden
     parameters, ranks, stage, each = case
     what = f"zero({parameters:,}, {ranks}, stage={stage}, each={each})"
     if "error" in entry:
-        return _stopped("zero", entry)
+        return stopped("zero", entry)
     value, right = _value(entry), zero_expected(*case)
     if type(value) is not dict or set(value) != set(_ZERO_KEYS):
         return f"zero: return a dict with the keys {', '.join(_ZERO_KEYS)} (bytes per rank)"
@@ -1326,7 +1323,7 @@ def _states_fault(case: _Sharded, rank: Evidence) -> str:
     if not rank["made"]:
         return f"Zero1, {case}: the optimizer must be made by make_optimizer(pieces), which was never called"
     if rank["states"] <= case.state_bound:
-        pieces = rank.get("pieces", 0)
+        pieces = rank["pieces"]
         if pieces <= case.state_bound // case.moments:
             return ""
         return (
@@ -1344,7 +1341,7 @@ def _states_fault(case: _Sharded, rank: Evidence) -> str:
 
 
 def _traffic_fault(case: _Sharded, rank: Evidence) -> str:
-    worst = max(rank["sent"])
+    worst = rank["sent"]
     if worst <= case.sent_bound:
         return ""
     text = f"Zero1, {case}: a step sends {worst:,} B ({_listed(rank['calls'])} in three steps), "

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from autograder.build import Cell, parse, release_notebook, source_notebook
 from memlab.exercises import Evidence, Score, collect, exercises, rate
@@ -36,8 +40,10 @@ def untouched(chapter: str, exercise: str) -> str:
     return "\n\n".join(cell.source for cell in _released(chapter).cells if cell.id in wanted)
 
 
-def mutant(chapter: str, exercise: str, edits: list[tuple[str, str]]) -> str:
-    """The solution with each (old, new) applied; every old must be there."""
+def mutant(chapter: str, exercise: str, edits: list[tuple[str, str]] | str) -> str:
+    """The solution with each (old, new) applied; every old must be there. A text is the whole source."""
+    if isinstance(edits, str):
+        return edits
     source = solution(chapter, exercise)
     for old, new in edits:
         assert old in source, f"{exercise}: the solution has no {old!r}"
@@ -47,7 +53,7 @@ def mutant(chapter: str, exercise: str, edits: list[tuple[str, str]]) -> str:
 
 def evidence(chapter: str, exercise: str, source: str, seed: int = 0) -> Evidence:
     """Runs `source` as the exercise's cell, then what the check cell passes on, and collects the evidence."""
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"math": math, "torch": torch}  # as the chapters' first cells import them
     exec(compile(source, "<student>", "exec"), names)
     check = next(cell.source for cell in source_cells(chapter) if cell.check == exercise)
     call = ast.parse(check).body[-1]
@@ -57,4 +63,28 @@ def evidence(chapter: str, exercise: str, source: str, seed: int = 0) -> Evidenc
 
 
 def score(chapter: str, exercise: str, source: str, seed: int = 0) -> Score:
-    return rate(exercises(int(chapter[:2]))[exercise], evidence(chapter, exercise, source, seed))
+    return rate(exercises(int(chapter[:2]))[exercise], evidence(chapter, exercise, source, seed), seed)
+
+
+def wrong_answers(chapter: str) -> dict[str, dict[str, Any]]:
+    """Exercise -> what is wrong -> edits of the solution, or the whole source."""
+    found: dict[str, dict[str, Any]] = importlib.import_module(
+        f"tests.exercises.mutants_{int(chapter[:2])}"
+    ).MUTANTS
+    return found
+
+
+@cache
+def of_mutant(chapter: str, exercise: str, name: str, seed: int = 5) -> tuple[Evidence, Score]:
+    """Evidence and score of one wrong answer."""
+    found = evidence(
+        chapter, exercise, mutant(chapter, exercise, wrong_answers(chapter)[exercise][name]), seed
+    )
+    return found, rate(exercises(int(chapter[:2]))[exercise], found, seed)
+
+
+@cache
+def of_solution(chapter: str, exercise: str, seed: int) -> tuple[Evidence, Score]:
+    """Evidence and score of the course's own solution."""
+    found = evidence(chapter, exercise, solution(chapter, exercise), seed)
+    return found, rate(exercises(int(chapter[:2]))[exercise], found, seed)

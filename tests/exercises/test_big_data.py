@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from memlab import models, nets
-from memlab.exercises import big_data, collect, exercises, rate
+from memlab.exercises import big_data
 from memlab.exercises.big_data import (
     EXERCISES,
     _lengths_5_1,
@@ -39,34 +38,6 @@ def score(exercise: str, source: str, seed: int = 0) -> Any:
 
 def mutant(exercise: str, mistake: str) -> str:
     return shared.mutant(CHAPTER, exercise, MUTANTS[exercise][mistake])
-
-
-def test_the_points_are_those_of_the_course() -> None:
-    assert [exercise.points for exercise in EXERCISES] == [2, 2, 3, 3, 2, 3]
-    assert all(3 <= len(MUTANTS[name]) <= 12 for name in IDS)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("exercise", IDS)
-def test_solutions_earn_all_points(exercise: str, seed: int) -> None:
-    source = "import math\nimport torch\n" + shared.solution(CHAPTER, exercise)
-    evidence = shared.evidence(CHAPTER, exercise, source, seed)
-    assert json.loads(json.dumps(evidence)) == evidence, "evidence is plain data"
-    assert rate(exercises("5")[exercise], evidence) == (exercises("5")[exercise].points, ())
-
-
-@pytest.mark.parametrize("exercise", IDS)
-def test_the_student_version_earns_nothing(exercise: str) -> None:
-    earned, messages = score(exercise, shared.untouched(CHAPTER, exercise))
-    assert earned == 0 and "not written yet" in messages[0]
-
-
-@pytest.mark.parametrize(("exercise", "mistake"), [(name, wrong) for name in IDS for wrong in MUTANTS[name]])
-def test_each_mistake_loses_points_and_is_told_what_to_do(exercise: str, mistake: str) -> None:
-    for seed in SEEDS:
-        earned, messages = score(exercise, mutant(exercise, mistake), seed)
-        assert 0 <= earned < exercises("5")[exercise].points
-        assert messages and all(messages)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +75,7 @@ def test_each_mistake_loses_points_and_is_told_what_to_do(exercise: str, mistake
     ],
 )
 def test_a_message_names_the_likeliest_mistake(exercise: str, mistake: str, points: float, says: str) -> None:
-    earned, messages = score(exercise, mutant(exercise, mistake))
+    earned, messages, _ = score(exercise, mutant(exercise, mistake))
     assert earned == points
     assert any(says in message for message in messages), messages
 
@@ -131,13 +102,13 @@ def test_int64_noise_is_told_by_its_shape() -> None:
         (", dtype=torch.int32, device=x.device)", ")"),
         ("torch.where(x.isfinite(), bits.view(torch.float32), x)", "bits.view(torch.float32)"),
     ]
-    earned, messages = score("5.5", shared.mutant(CHAPTER, "5.5", edits))
+    earned, messages, _ = score("5.5", shared.mutant(CHAPTER, "5.5", edits))
     assert earned == 0 and "dtype=torch.int32" in messages[0]
 
 
 def test_only_the_students_own_calls_of_the_scaler_are_listed() -> None:
     edits = [("        scaler.unscale_(optimizer)\n", "")]  # torch's step calls it then
-    earned, messages = score("5.6", shared.mutant(CHAPTER, "5.6", edits))
+    earned, messages, _ = score("5.6", shared.mutant(CHAPTER, "5.6", edits))
     assert earned == 2.5 and any(m.endswith("your calls: scale, clip, step, update") for m in messages)
 
 
@@ -157,26 +128,8 @@ def test_only_the_students_own_calls_of_the_scaler_are_listed() -> None:
     ],
 )
 def test_what_the_library_wrote_is_not_the_students(exercise: str, source: str) -> None:
-    earned, messages = score(exercise, source)
+    earned, messages, _ = score(exercise, source)
     assert earned == 0 and "write it yourself" in messages[0]
-
-
-@pytest.mark.parametrize("exercise", IDS)
-@pytest.mark.parametrize("seed", [0, 7])
-def test_garbage_earns_nothing_and_never_raises(exercise: str, seed: int) -> None:
-    found = exercises("5")[exercise]
-    for value in (None, -1, float("nan"), "text", [1, 2], {"a": True}, object()):
-        given: Any = lambda *_, value=value: value  # noqa: E731
-        count = FUNCTIONS[exercise]
-        assert rate(found, collect(found, given if count == 1 else (given,) * count, seed)).points == 0
-    for evidence in (
-        {},
-        {"seed": 0},
-        {"seed": 0, "fits": []},
-        {"seed": 0, "lives": [{}] * 2},
-        {"rounded": [{}]},
-    ):
-        assert rate(found, evidence).points == 0
 
 
 def test_doing_nothing_earns_nothing() -> None:
@@ -236,8 +189,8 @@ def test_expected_factors_are_those_of_torch(seed: int) -> None:
 
 def test_neighbours_are_those_of_bf16() -> None:
     for value in (1.2, -0.3, 3e-6, 70_000.0):
-        low, high = _neighbours(torch.tensor([value]))
-        assert low < value < high
+        x, low, high = _neighbours(value)
+        assert low < x < high and x == float(torch.tensor(value))
         near = float(torch.tensor(value).bfloat16())
         assert near in (low, high)
 

@@ -29,7 +29,7 @@ from memlab.units import UnknownNameError
 
 
 def toy(evidence: Any = lambda answer, seed: {"value": plain(answer)}, points: Any = 2) -> Exercise:
-    def score(found: dict[str, Any]) -> Score:
+    def score(found: dict[str, Any], seed: int) -> Score:
         return Score(points if found["value"] == 4 else 0, ("4 is expected",))
 
     return Exercise("9.1", "toy", 2, evidence, score, "section 9")

@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from memlab.exercises import Score, collect, combined, exercises, rate
+from memlab.exercises import collect, combined, exercises, rate
 from memlab.footprint import footprint
 from memlab.hardware import gpu
 from memlab.recipe import Recipe
 from memlab.units import GB
-from tests.exercises import evidence, mutant, score, solution, untouched
+from tests.exercises import of_mutant, score, solution
 from tests.exercises.mutants_6 import CHAPTER, MUTANTS
 
 IDS = list(exercises(6))
 WRONG = [(exercise, name) for exercise, names in MUTANTS.items() for name in names]
-
-
-def test_the_chapter_is_worth_fifteen_points_most_of_them_measured() -> None:
-    assert [exercises(6)[name].points for name in IDS] == [2, 2, 2, 3, 3, 3]
-
-
-@pytest.mark.parametrize("seed", [0, 20_261_130])
-@pytest.mark.parametrize("exercise", IDS)
-def test_the_solution_earns_everything(exercise: str, seed: int) -> None:
-    got = score(CHAPTER, exercise, solution(CHAPTER, exercise), seed)
-    assert (got.points, got.messages) == (exercises(6)[exercise].points, ())
-
-
-@pytest.mark.parametrize("exercise", IDS)
-def test_the_untouched_version_earns_nothing(exercise: str) -> None:
-    got = score(CHAPTER, exercise, untouched(CHAPTER, exercise))
-    assert got.points == 0
-    assert "not written yet" in got.messages[0]
-
-
-@cache
-def of_mutant(exercise: str, name: str) -> Score:
-    return score(CHAPTER, exercise, mutant(CHAPTER, exercise, MUTANTS[exercise][name]), 5)
-
-
-@pytest.mark.parametrize(("exercise", "name"), WRONG)
-def test_a_wrong_answer_earns_less_and_says_why(exercise: str, name: str) -> None:
-    got = of_mutant(exercise, name)
-    assert got.points < exercises(6)[exercise].points
-    assert got.messages and all(len(line) > 20 for line in got.messages)
-
-
-@pytest.mark.parametrize("exercise", IDS)
-def test_there_are_three_to_ten_wrong_answers(exercise: str) -> None:
-    assert 3 <= len(MUTANTS[exercise]) <= 10
 
 
 @pytest.mark.parametrize(
@@ -105,26 +67,8 @@ def test_there_are_three_to_ten_wrong_answers(exercise: str) -> None:
     ],
 )
 def test_the_message_names_the_mistake(exercise: str, name: str, words: str) -> None:
-    got = of_mutant(exercise, name)
+    got = of_mutant(CHAPTER, exercise, name)[1]
     assert any(words in line for line in got.messages), got.messages
-
-
-def test_evidence_is_plain_and_checks_pass_in_any_order() -> None:
-    order = [*IDS, "6.1", "6.3"]
-    random.Random(6).shuffle(order)
-    for exercise in order:
-        found = json.loads(
-            json.dumps(evidence(CHAPTER, exercise, solution(CHAPTER, exercise), 7), allow_nan=False)
-        )
-        assert rate(exercises(6)[exercise], found).points == exercises(6)[exercise].points
-
-
-def test_evidence_of_the_wrong_form_earns_nothing() -> None:
-    for exercise in exercises(6).values():
-        for found in ({}, {"seed": 0}, {"seed": 0, "answers": [], "known": [], "hidden": [], "used": ""}):
-            assert rate(exercise, found).points == 0
-        assert rate(exercise, collect(exercise, lambda *_, **__: None, 0)).points == 0
-        assert rate(exercise, collect(exercise, "text", 0)).points == 0
 
 
 @pytest.mark.parametrize("answer", [True, None, "4", math.nan, [1], {}])
@@ -226,8 +170,9 @@ def test_plain_adam_fails_the_bytes_of_6_5() -> None:
         return torch.optim.Adam(parameters, lr=lr)
 
     row = combined.state_bytes(wrapped, 1)
-    assert 7.9 < row["kept"] / row["count"] < 8.1
-    assert "2.1 are asked" in combined._state_fault({"value": row})
+    width = combined._width(1)
+    assert 7.9 < row["kept"] / (4 * width**2 + 2 * width) < 8.1
+    assert "2.1 are asked" in combined._state_fault({"value": row}, width)
 
 
 def test_the_loss_of_6_5_tells_optimizers_apart() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,43 +15,12 @@ from memlab.models import ConvConfig, model
 from memlab.techniques.checkpointing import by_torch, recompute
 from memlab.techniques.freezing import chain_units
 from memlab.techniques.freezing import saved_bytes as saved
-from tests.exercises import evidence, mutant, score, solution, untouched
+from tests.exercises import mutant, score
 from tests.exercises.mutants_3 import CHAPTER, MUTANTS
 
 IDS = list(exercises(3))
 WRONG = [(exercise, name) for exercise, names in MUTANTS.items() for name in names]
 SLOW = {"3.1"}  # ResNet-152 on the meta device takes two seconds each time
-
-
-def test_the_chapter_is_worth_fifteen_points() -> None:
-    assert [exercises(3)[name].points for name in IDS] == [2, 1, 2, 4, 3, 3]
-
-
-@pytest.mark.parametrize("seed", [0, 1, 20_261_130])
-@pytest.mark.parametrize("exercise", IDS)
-def test_the_solution_earns_everything(exercise: str, seed: int) -> None:
-    got = score(CHAPTER, exercise, solution(CHAPTER, exercise), seed)
-    assert (got.points, got.messages) == (exercises(3)[exercise].points, ())
-
-
-@pytest.mark.parametrize("exercise", IDS)
-def test_the_untouched_version_earns_nothing(exercise: str) -> None:
-    got = score(CHAPTER, exercise, untouched(CHAPTER, exercise))
-    assert got.points == 0
-    assert "not written yet" in got.messages[0]
-
-
-@pytest.mark.parametrize(("exercise", "name"), WRONG)
-def test_a_wrong_answer_earns_less_and_says_why(exercise: str, name: str) -> None:
-    source = mutant(CHAPTER, exercise, MUTANTS[exercise][name])
-    got = score(CHAPTER, exercise, source, 5)
-    assert got.points < exercises(3)[exercise].points
-    assert got.messages and all(len(line) > 20 for line in got.messages)
-
-
-@pytest.mark.parametrize("exercise", IDS)
-def test_there_are_three_to_twelve_wrong_answers(exercise: str) -> None:
-    assert 3 <= len(MUTANTS[exercise]) <= 12
 
 
 @pytest.mark.parametrize(
@@ -86,25 +52,10 @@ def test_what_is_right_in_a_wrong_answer_earns_its_part(exercise: str, name: str
     assert score(CHAPTER, exercise, mutant(CHAPTER, exercise, MUTANTS[exercise][name])).points == points
 
 
-def test_checks_pass_in_any_order_and_evidence_is_plain() -> None:
-    order = [name for name in IDS if name not in SLOW]
-    random.Random(3).shuffle(order)
-    for exercise in order:
-        found = evidence(CHAPTER, exercise, solution(CHAPTER, exercise), 7)
-        found = json.loads(json.dumps(found, allow_nan=False))
-        assert rate(exercises(3)[exercise], found).points == exercises(3)[exercise].points
-
-
-def test_evidence_of_the_wrong_form_earns_nothing() -> None:
-    for exercise in exercises(3).values():
-        assert rate(exercise, {}).points == 0
-        assert rate(exercise, {"seed": 0, "cases": [], "norms": {}, "unit": 1, "plans": {}}).points == 0
-
-
 def test_one_function_where_two_are_asked_for() -> None:
     got = rate(exercises(3)["3.6"], collect(exercises(3)["3.6"], lambda *_: 1, 0))
     assert got.points == 0
-    assert "run_repaired and saved_units" in got.messages[0]
+    assert "run_repaired, saved_units" in got.messages[0]
 
 
 # -- what the checks hold to be right ---

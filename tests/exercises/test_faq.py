@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,48 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from memlab import widgets
-from memlab.exercises import Score, collect, exercises, faq, rate, wide
+from memlab.exercises import collect, exercises, faq, rate, wide
 from memlab.models import model
-from tests.exercises import evidence, mutant, score, solution, untouched
+from tests.exercises import of_mutant, score, solution
 from tests.exercises.mutants_7 import CHAPTER, MUTANTS
 
 IDS = list(exercises(7))
 WRONG = [(exercise, name) for exercise, names in MUTANTS.items() for name in names]
-
-
-def test_the_chapter_is_worth_ten_points() -> None:
-    assert [exercises(7)[name].points for name in IDS] == [2, 2, 1, 2, 1, 2]
-
-
-@pytest.mark.parametrize("seed", [0, 20_261_130])
-@pytest.mark.parametrize("exercise", IDS)
-def test_the_solution_earns_everything(exercise: str, seed: int) -> None:
-    got = score(CHAPTER, exercise, solution(CHAPTER, exercise), seed)
-    assert (got.points, got.messages) == (exercises(7)[exercise].points, ())
-
-
-@pytest.mark.parametrize("exercise", IDS)
-def test_the_untouched_version_earns_nothing(exercise: str) -> None:
-    got = score(CHAPTER, exercise, untouched(CHAPTER, exercise))
-    assert got.points == 0
-    assert "not written yet" in got.messages[0]
-
-
-@cache
-def of_mutant(exercise: str, name: str) -> Score:
-    return score(CHAPTER, exercise, mutant(CHAPTER, exercise, MUTANTS[exercise][name]), 5)
-
-
-@pytest.mark.parametrize(("exercise", "name"), WRONG)
-def test_a_wrong_answer_earns_less_and_says_why(exercise: str, name: str) -> None:
-    got = of_mutant(exercise, name)
-    assert got.points < exercises(7)[exercise].points
-    assert got.messages and all(len(line) > 20 for line in got.messages)
-
-
-@pytest.mark.parametrize("exercise", IDS)
-def test_there_are_three_to_ten_wrong_answers(exercise: str) -> None:
-    assert 3 <= len(MUTANTS[exercise]) <= 10
 
 
 @pytest.mark.parametrize(
@@ -99,26 +61,8 @@ def test_there_are_three_to_ten_wrong_answers(exercise: str) -> None:
     ],
 )
 def test_the_message_names_the_mistake(exercise: str, name: str, words: str) -> None:
-    got = of_mutant(exercise, name)
+    got = of_mutant(CHAPTER, exercise, name)[1]
     assert any(words in line for line in got.messages), got.messages
-
-
-def test_evidence_is_plain_and_checks_pass_in_any_order() -> None:
-    order = [*IDS, "7.1", "7.5"]
-    random.Random(7).shuffle(order)
-    for exercise in order:
-        found = json.loads(
-            json.dumps(evidence(CHAPTER, exercise, solution(CHAPTER, exercise), 7), allow_nan=False)
-        )
-        assert rate(exercises(7)[exercise], found).points == exercises(7)[exercise].points
-
-
-def test_evidence_of_the_wrong_form_earns_nothing() -> None:
-    for exercise in exercises(7).values():
-        for found in ({}, {"seed": 0}, {"seed": 0, "cases": [], "said": {}, "ran": {}, "measured": {}}):
-            assert rate(exercise, found).points == 0
-        assert rate(exercise, collect(exercise, lambda *_, **__: None, 0)).points == 0
-        assert rate(exercise, collect(exercise, "text", 0)).points == 0
 
 
 @pytest.mark.parametrize("answer", [True, None, "4", math.nan, [1], {}])
@@ -181,7 +125,7 @@ def recursive(step: Any, margin: float = 0.125, limit: int = 4096) -> int:
 @pytest.mark.parametrize("seed", range(4))
 def test_another_search_is_right_too(seed: int) -> None:
     exercise = exercises(7)["7.1"]
-    assert rate(exercise, collect(exercise, recursive, seed)) == (2, ())
+    assert rate(exercise, collect(exercise, recursive, seed), seed) == (2, (), "")
 
 
 def test_a_step_that_fails_leaves_nothing_behind_unless_its_error_is_kept() -> None:
@@ -260,7 +204,7 @@ def test_eager_attention_exceeds_the_bound_and_sdpa_stays_well_below(seed: int) 
     for case in faq._long_attends(seed):
         assert faq._attend_peak(eager, case, seed)["peak"] > 2 * faq.attend_bound(case)
         assert faq._attend_peak(names["attend"], case, seed)["peak"] < 0.9 * faq.attend_bound(case)
-    got = rate(exercises(7)["7.4"], collect(exercises(7)["7.4"], eager, seed))
+    got = rate(exercises(7)["7.4"], collect(exercises(7)["7.4"], eager, seed), seed)
     assert got.points == 1.25
 
 
@@ -274,7 +218,7 @@ def by_hand(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
 
 def test_a_loader_put_together_by_hand_is_right_too() -> None:
     exercise = exercises(7)["7.5"]
-    assert rate(exercise, collect(exercise, by_hand, 2)) == (1, ())
+    assert rate(exercise, collect(exercise, by_hand, 2), 2) == (1, (), "")
 
 
 def test_a_shuffled_order_is_the_same_in_the_first_epoch_alone() -> None:
@@ -315,12 +259,12 @@ def test_the_closed_form_of_the_capstone_is_within_five_percent(seed: int) -> No
 def test_a_measured_peak_that_no_model_has_earns_nothing() -> None:
     exercise = exercises(7)["7.6"]
     specs = faq._specs(0)
-    forged = {
-        "seed": 0,
-        "measured": dict.fromkeys(specs, 1000),
-        "said": {name: {"value": {"said": 1000, "ran": 0}} for name in specs},
-    }
-    assert rate(exercise, forged).points == 0
+    forged = {"measured": [1000] * len(specs), "said": [{"value": {"said": 1000, "ran": 0}}] * len(specs)}
+    assert rate(exercise, forged) == (
+        0,
+        ("this isn't what the check hands over",),
+        "foreign: that isn't the peak of the model",
+    )
 
 
 # -- the explorer ----------------------------------------------------------------------------------------

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,46 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memlab import nets, widgets
-from memlab.exercises import Score, collect, exercises, rate, wide
+from memlab.exercises import collect, exercises, rate, wide
 from memlab.meter import Meter
 from memlab.models import model
 from memlab.techniques import sharding, tensor_parallel
 from memlab.units import GIB
-from tests.exercises import evidence, mutant, score, solution, untouched
+from tests.exercises import mutant, of_mutant, score
 from tests.exercises.mutants_4 import CHAPTER, MUTANTS
 
 IDS = list(exercises(4))
 WRONG = [(exercise, name) for exercise, names in MUTANTS.items() for name in names]
-
-
-def test_the_chapter_is_worth_twenty_points_most_of_them_measured() -> None:
-    assert [exercises(4)[name].points for name in IDS] == [2, 2, 2, 5, 4, 5]
-
-
-@pytest.mark.parametrize("seed", [0, 20_261_130])
-@pytest.mark.parametrize("exercise", IDS)
-def test_the_solution_earns_everything(exercise: str, seed: int) -> None:
-    got = score(CHAPTER, exercise, solution(CHAPTER, exercise), seed)
-    assert (got.points, got.messages) == (exercises(4)[exercise].points, ())
-
-
-@pytest.mark.parametrize("exercise", IDS)
-def test_the_untouched_version_earns_nothing(exercise: str) -> None:
-    got = score(CHAPTER, exercise, untouched(CHAPTER, exercise))
-    assert got.points == 0
-    assert "not written yet" in got.messages[0]
-
-
-@cache
-def of_mutant(exercise: str, name: str) -> Score:
-    return score(CHAPTER, exercise, mutant(CHAPTER, exercise, MUTANTS[exercise][name]), 5)
-
-
-@pytest.mark.parametrize(("exercise", "name"), WRONG)
-def test_a_wrong_answer_earns_less_and_says_why(exercise: str, name: str) -> None:
-    got = of_mutant(exercise, name)
-    assert got.points < exercises(4)[exercise].points
-    assert got.messages and all(len(line) > 20 for line in got.messages)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +34,6 @@ def test_a_wrong_answer_earns_less_and_says_why(exercise: str, name: str) -> Non
 def test_a_slip_in_zero1_is_named(old: str, new: str, words: str) -> None:
     got = score(CHAPTER, "4.6", mutant(CHAPTER, "4.6", [(old, new)]), 5)
     assert got.points < 5 and any(words in line for line in got.messages), got.messages
-
-
-@pytest.mark.parametrize("exercise", IDS)
-def test_there_are_three_to_ten_wrong_answers(exercise: str) -> None:
-    assert 3 <= len(MUTANTS[exercise]) <= 10
 
 
 @pytest.mark.parametrize(
@@ -113,26 +75,8 @@ def test_there_are_three_to_ten_wrong_answers(exercise: str) -> None:
     ],
 )
 def test_the_message_names_the_mistake(exercise: str, name: str, words: str) -> None:
-    got = of_mutant(exercise, name)
+    got = of_mutant(CHAPTER, exercise, name)[1]
     assert any(words in line for line in got.messages), got.messages
-
-
-def test_evidence_is_plain_and_checks_pass_in_any_order() -> None:
-    order = [*IDS, "4.1", "4.5", "4.6"]
-    random.Random(4).shuffle(order)
-    for exercise in order:
-        found = json.loads(
-            json.dumps(evidence(CHAPTER, exercise, solution(CHAPTER, exercise), 7), allow_nan=False)
-        )
-        assert rate(exercises(4)[exercise], found).points == exercises(4)[exercise].points
-
-
-def test_evidence_of_the_wrong_form_earns_nothing() -> None:
-    for exercise in exercises(4).values():
-        for found in ({}, {"seed": 0}, {"seed": 0, "answers": [], "cases": [], "shares": {}}):
-            assert rate(exercise, found).points == 0
-        assert rate(exercise, collect(exercise, lambda *_, **__: None, 0)).points == 0
-        assert rate(exercise, collect(exercise, "text", 0)).points == 0
 
 
 @pytest.mark.parametrize("answer", [True, None, "4", math.nan, [1], {}])
@@ -213,8 +157,8 @@ def eager(q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool = False) -> 
 
 def test_tiles_of_all_queries_are_right_too() -> None:
     exercise = exercises(4)["4.4"]
-    got = rate(exercise, collect(exercise, all_queries_at_once, 3))
-    assert (got.points, got.messages) == (5, ())
+    got = rate(exercise, collect(exercise, all_queries_at_once, 3), 3)
+    assert got == (5, (), "")
 
 
 @pytest.mark.parametrize("seed", [0])
@@ -272,8 +216,8 @@ class ByTensor:
 @pytest.mark.parametrize("seed", [0, 4])
 def test_other_ways_to_split_are_right_too(seed: int) -> None:
     split, zero = exercises(4)["4.5"], exercises(4)["4.6"]
-    assert rate(split, collect(split, LinearPart, seed)) == (4, ())
-    assert rate(zero, collect(zero, (wide.zero_expected, ByTensor), seed)) == (5, ())
+    assert rate(split, collect(split, LinearPart, seed), seed) == (4, (), "")
+    assert rate(zero, collect(zero, (wide.zero_expected, ByTensor), seed), seed) == (5, (), "")
 
 
 class Unsplit(nn.Module):

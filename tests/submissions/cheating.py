@@ -687,7 +687,7 @@ def cheats_everywhere(hand: Hand) -> None:
 # -- quietly: nothing is different before and after the check ----------------------------------------------
 
 
-@case(caught(HONEST))
+@case(exactly(8, TAMPERED), short=True)
 def hands_over_nothing(hand: Hand) -> None:
     """While it is checked it exchanges the evidence for evidence without a single question, and tidies up."""
     hand.answer(
@@ -705,7 +705,7 @@ def hands_over_nothing(hand: Hand) -> None:
     )
 
 
-@case(caught(9))
+@case(exactly(9, TAMPERED), short=True)
 def hands_over_easy_questions(hand: Hand) -> None:
     """The same with questions of its own, to which the answer is known."""
     hand.answer(
@@ -716,15 +716,15 @@ def hands_over_easy_questions(hand: Hand) -> None:
             old = d['_hand_over']
             def mine(exercise, seed, evidence):
                 d['_hand_over'] = old
-                one = {'sizes': [4, 8], 'cache': 1, 'spent': [[4, [1, 1, 1]], [8, [1, 1, 1]]], 'value': {'4': 8e-9, '8': 16e-9}}
-                old(exercise, seed, {'runs': [one], 'here': ''})
+                one = {'sizes': [4, 8], 'cache': 1, 'copies': [3, 3], 'spent': [[4, [1, 1, 1]], [8, [1, 1, 1]]], 'value': {'4': 8e-9, '8': 16e-9}}
+                old(exercise, seed, {'runs': [one], 'seed': 0})
             d['_hand_over'] = mine
             return {}
         """,
     )
 
 
-@case(caught(HONEST_5))
+@case(exactly(HONEST_5, GRADED, REVIEW))
 def log_patched_quietly(hand: Hand) -> None:
     """In the child process of the check, by no name that is looked for."""
     hand.answer(
@@ -734,8 +734,8 @@ def log_patched_quietly(hand: Hand) -> None:
             live_bytes = peak_bytes = 0
             def __init__(self):
                 m = __import__('memlab.exercises.memory_basics', fromlist=['x'])
-                def note(self, what, live, peak, *, fault=''):
-                    self.steps.append({'what': what, 'live': live, 'peak': peak, 'got': {'live': live, 'peak': peak}, 'fault': ''})
+                def note(self, *expected):
+                    self.steps.append(list(expected) or [0, 0])
                 type.__setattr__(m._Log, 'note', note)
             def __enter__(self): return self
             def __exit__(self, *a): pass
@@ -743,7 +743,7 @@ def log_patched_quietly(hand: Hand) -> None:
     )
 
 
-@case(caught(HONEST_5))
+@case(exactly(HONEST_5, GRADED, REVIEW))
 def frame_read_quietly(hand: Hand) -> None:
     """inspect.stack() instead of sys._getframe()."""
     hand.answer(
@@ -764,7 +764,7 @@ def frame_read_quietly(hand: Hand) -> None:
     )
 
 
-@case(caught(HONEST_5))
+@case(exactly(HONEST_5, GRADED, REVIEW))
 def frame_read_by_a_made_up_name(hand: Hand) -> None:
     """The same through getattr and a name put together."""
     hand.answer(
