@@ -451,11 +451,27 @@ def streams(recipe: Recipe) -> bool:
     return recipe.zero_stage == 3 or recipe.offloaded("parameters") is not None
 
 
+def in_proportion(config: TransformerConfig | ConvConfig, recipe: Recipe) -> bool:
+    """Does each tensor of this micro-batch belong to all samples alike, or hold as much for each?
+
+    Then one list of operations serves all such micro-batches. A single sample is spared some copies, and what
+    all samples share has its shape.
+    """
+    if recipe.base_weights == "nf4-double":  # the scales are there before the result takes their place
+        return False
+    if recipe.micro_batch > 1 or not isinstance(config, TransformerConfig):
+        return True
+    return config.positions == "rope" and not config.type_vocab and recipe.attention != "eager"
+
+
 class Program:
     """A model's units in forward order, its logits, and tensors that belong to the whole forward."""
 
-    def __init__(self, config: TransformerConfig | ConvConfig, recipe: Recipe, device: str) -> None:
+    def __init__(
+        self, config: TransformerConfig | ConvConfig, recipe: Recipe, device: str, micro_batch: int = 0
+    ) -> None:
         self.config, self.recipe = config, recipe
+        self.micro_batch = micro_batch or recipe.micro_batch
         self.tape = Tape(recipe, device)
         self.units: list[Unit] = []
         self.batch: list[Store] = []
@@ -485,7 +501,7 @@ class Program:
 
     def _transformer(self, c: TransformerConfig) -> None:
         r, tape = self.recipe, self.tape
-        batch, tokens, share = r.micro_batch, r.sequence or c.context, r.tensor_parallel
+        batch, tokens, share = self.micro_batch, r.sequence or c.context, r.tensor_parallel
         self.rows = (batch, tokens)
         self.width, self.kv_width = c.heads * c.head_dim // share, c.kv_heads * c.head_dim // share
         self.heads, self.ffn, self.vocab = c.heads // share, c.ffn // share, math.ceil(c.vocab / share)
@@ -649,8 +665,8 @@ class Program:
     def _convnet(self, c: ConvConfig) -> None:
         r = self.recipe
         size = r.image or c.image
-        images = Store("images", (r.micro_batch, c.channels, size, size), r.parameter_dtype)
-        self.batch = [images, Store("targets", (r.micro_batch,), "int64")]
+        images = Store("images", (self.micro_batch, c.channels, size, size), r.parameter_dtype)
+        self.batch = [images, Store("targets", (self.micro_batch,), "int64")]
         x = Value(images.shape, images.dtype, images, needs=False)
         walk = {"lenet": self._lenet, "alexnet": self._alexnet, "vgg": self._vgg,
                 "resnet": self._resnet, "densenet": self._densenet}[c.family]  # fmt: skip

@@ -44,10 +44,10 @@ from memlab import hardware, models
 from memlab.footprint import footprint
 from memlab.hardware import GPU, Link
 from memlab.models import ConvConfig, TransformerConfig
-from memlab.operations import Program
+from memlab.operations import Program, in_proportion
 from memlab.recipe import MIN_8BIT, Recipe, RecipeError
 from memlab.units import CONSUMERS, DTYPE_BYTES, GB, PHASES, format_count, format_gb
-from memlab.walk import Holding, Walk, leaving
+from memlab.walk import ANY, Holding, Moment, Walk, largest, leaving
 
 __all__ = [
     "Assumptions",
@@ -536,15 +536,6 @@ class _Bytes:
         return self.totals[self.peak_phase]
 
 
-@dataclass(frozen=True, slots=True)
-class _Walked:
-    """What is kept of a `Walk`: its operations would fill the memory."""
-
-    peaks: Mapping[str, Mapping[str, int]]
-    moments: Mapping[str, str]
-    activations: int  # their own largest
-
-
 def engine_terms(config: Config, recipe: Recipe, gpu: GPU) -> list[EngineTerm]:
     """What PyTorch's engine for this recipe (`sharded`) holds beside the tensors of `footprint`.
 
@@ -794,7 +785,7 @@ class _Planner:
             micro = math.gcd(start.micro_batch, share) if start.micro_batch <= share else share
             start = start.replace(micro_batch=micro, accumulation=share // micro)
         self.start = start.resolve(config, card)
-        self._walks: dict[Recipe, _Walked] = {}
+        self._walks: dict[Recipe, Mapping[str, list[Moment]]] = {}
         self._works: dict[tuple[Any, ...], _Work] = {}
         self._updates: dict[Recipe, dict[str, int]] = {}
         self._leaving: dict[tuple[Any, ...], int] = {}
@@ -830,18 +821,17 @@ class _Planner:
             precision="bf16" if recipe.precision == "bf16-master" else recipe.precision,  # masters are states
             zero_stage=0 if recipe.zero_stage == 1 else recipe.zero_stage,  # it shards states alone
         )  # fmt: skip
-        walk = self._walk(key)
+        rows, moments = self._walk(key)
         update = self._updating(recipe)
         states = update["optimizer_states"]
-        own = walk.peaks["optimizer"]["optimizer_states"]
-        rows = {phase: dict(walk.peaks[phase]) for phase in PHASES}
+        own = rows["optimizer"]["optimizer_states"]
         for row in rows.values():
             row["optimizer_states"] += states - own
         rows["optimizer"]["temporaries"] = update["temporaries"]
         for term in _terms(recipe, self._sizes(recipe), rows, self.card):
             for phase, size in term.bytes.items():
                 rows[phase]["temporaries"] += size
-        return _Bytes(rows, walk.moments)
+        return _Bytes(rows, moments)
 
     def _updating(self, recipe: Recipe) -> dict[str, int]:
         """States and update, whatever the forward is."""
@@ -853,14 +843,15 @@ class _Planner:
             self._updates[key] = Walk(self.config, key, "cuda").update()
         return self._updates[key]
 
-    def _walk(self, recipe: Recipe) -> _Walked:
-        found = self._walks.get(recipe)
-        if found is None:
-            walk = Walk(self.config, recipe.resolve(self.config), "cuda")
+    def _walk(self, recipe: Recipe) -> tuple[dict[str, dict[str, int]], dict[str, str]]:
+        """Rows and names of the largest moments; one walk serves all micro-batches if it can."""
+        alike = in_proportion(self.config, recipe)
+        key = recipe.replace(micro_batch=2) if alike else recipe
+        if key not in self._walks:
+            walk = Walk(self.config, key.resolve(self.config), "cuda", ANY if alike else 0)
             walk.run()
-            found = _Walked(walk.peaks, walk.moments, walk.largest["activations"])
-            self._walks[recipe] = found
-        return found
+            self._walks[key] = walk.noted  # not its operations, which would fill the memory
+        return largest(self._walks[key], recipe.micro_batch)
 
     # cost
 
@@ -1334,7 +1325,9 @@ class _Planner:
                 optimizer="sgd", optimizer_impl="foreach", offload=(),
                 precision="bf16" if r.precision == "bf16-master" else r.precision,
             )  # fmt: skip
-            self._activations[key] = self._walk(plain).activations // micro
+            walk = Walk(self.config, plain.resolve(self.config), "cuda")
+            walk.run()
+            self._activations[key] = walk.largest["activations"] // micro
         return self._activations[key]
 
     def _nearest(self, families: Sequence[_Family]) -> Candidate | None:

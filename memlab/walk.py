@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -147,11 +147,48 @@ def leaving(program: Program) -> int:
     return total
 
 
-class Walk:
-    """Counts what is alive, operation by operation, and keeps the largest moment of each phase."""
+#: A micro-batch that stands for any: `bytes // ANY` are those of each sample, `bytes % ANY` are there once.
+ANY = 1 << 64
+#: `bytes % ONE` are those of a micro-batch of one, since ANY % ONE is 1.
+ONE = ANY - 1
 
-    def __init__(self, config: TransformerConfig | ConvConfig, recipe: Recipe, device: str) -> None:
+
+@dataclass(slots=True, frozen=True)
+class Moment:
+    """Something that was the largest so far, for some micro-batch."""
+
+    total: int
+    live: dict[str, int]
+    name: str
+
+
+def largest(
+    noted: Mapping[str, list[Moment]], micro_batch: int
+) -> tuple[dict[str, dict[str, int]], dict[str, str]]:
+    """({phase: {consumer: bytes}}, {phase: what happens then}) at the largest moment of each phase."""
+    rows, names = {}, {}
+    for phase in PHASES:
+        most = max(noted[phase], key=lambda moment: _bytes(moment.total, micro_batch))
+        rows[phase] = {consumer: _bytes(size, micro_batch) for consumer, size in most.live.items()}
+        names[phase] = most.name
+    return rows, names
+
+
+def _bytes(size: int, micro_batch: int) -> int:
+    return size % ANY + size // ANY * micro_batch
+
+
+class Walk:
+    """Counts what is alive, operation by operation, and keeps the largest moments of each phase.
+
+    micro_batch: the recipe's, or `ANY`: then `noted` holds the `largest` for all that are `in_proportion`.
+    """
+
+    def __init__(
+        self, config: TransformerConfig | ConvConfig, recipe: Recipe, device: str, micro_batch: int = 0
+    ) -> None:
         self.config, self.recipe, self.device = config, recipe, device
+        self.micro_batch = micro_batch or recipe.micro_batch
         self.holding = Holding.of(config, recipe)
         self.held, self.specs = self.holding.all, self.holding.trained
         #: those that this rank updates
@@ -159,10 +196,9 @@ class Walk:
         self.live = dict.fromkeys(CONSUMERS, 0)
         self.largest = dict.fromkeys(CONSUMERS, 0)
         self.total = 0
-        self.phase, self.now = "", ""
-        self.tops = {"": 0}
-        self.peaks: dict[str, dict[str, int]] = {}
-        self.moments: dict[str, str] = {}
+        self.now = ""
+        self.noted: dict[str, list[Moment]] = {}
+        self._begin("setup")
         self.host: dict[str, int] = {}
 
         self.saved: list[tuple[Store, int]] = []  # what the forward leaves, and how often
@@ -194,7 +230,7 @@ class Walk:
         self.total += size
         if live > self.largest[consumer]:
             self.largest[consumer] = live
-        if self.total > self.tops[self.phase]:
+        if self.total > self.top or self.total % ONE > self.one:
             self._note()
 
     def give(self, consumer: str, size: int) -> None:
@@ -216,20 +252,25 @@ class Walk:
             self.give(store.consumer, store.bytes)
 
     def _begin(self, phase: str) -> None:
-        self.phase, self.now = phase, "its beginning"
-        if self.total > self.tops.setdefault(phase, 0):
-            self._note()
+        self.now, self.top, self.one = "its beginning", -1, -1
+        self.current: list[Moment] = []
+        self.noted[phase] = self.current
+        self._note()
 
     def _note(self) -> None:
-        self.tops[self.phase] = self.total
-        self.peaks[self.phase] = dict(self.live)
-        self.moments[self.phase] = self.now
+        """No moment before is as large for one sample and for many: this one is the largest for some."""
+        total, one = self.total, self.total % ONE
+        if total > self.top:
+            self.top, self.one = total, one
+        while self.current and self.current[-1].total <= total and self.current[-1].total % ONE < one:
+            self.current.pop()
+        self.current.append(Moment(total, dict(self.live), self.now))
 
     # the step
 
     def run(self) -> None:
         """The whole step."""
-        self.program = Program(self.config, self.recipe, self.device)
+        self.program = Program(self.config, self.recipe, self.device, self.micro_batch)
         self.extra = [0] * len(self.program.units)
         if self.away:
             self.host["activations"] = leaving(self.program)
@@ -240,8 +281,7 @@ class Walk:
         self._forward()
         self._backward()
         self._step()
-        self.peaks.pop("")
-        self.moments.pop("")
+        self.peaks, self.moments = largest(self.noted, 1)
 
     def update(self) -> dict[str, int]:
         """The update's largest moment alone, {consumer: bytes}, without the batch, logits and loss."""
@@ -249,7 +289,7 @@ class Walk:
         if not self.have_gradients and not self.recipe.offloaded("gradients"):
             self.take("gradients", self._gradients())
         self._step()
-        return self.peaks.get("optimizer", self.live)  # nothing at all: everything is offloaded
+        return max(self.noted["optimizer"], key=lambda m: m.total).live
 
     def _step(self) -> None:
         self._begin("optimizer")
