@@ -7,6 +7,7 @@
 #   make browser  everything that people open, in a headless Chromium: JupyterLab, explorers, viewer, site (minutes)
 #   make site     the site of the executed chapters, with reference and calculator -> build/site/index.html
 #   make setup    the environment alone, in .venv
+#   make pins     all chapters with Colab's versions and from Binder's files in 2 GB; Python 3.12 and 3.13
 #   make release  generate notebooks/ from solutions/
 #   make clean    remove .venv and build
 #
@@ -21,7 +22,7 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: course test stress lab browser site setup release clean
+.PHONY: course test stress lab browser site setup release clean pins
 
 course: setup
 	$(BIN)/autograder run --out build/course --jobs $(JOBS)
@@ -47,6 +48,9 @@ site: .venv/site-ready
 	$(BIN)/autograder run --out build/course --jobs $(JOBS)
 	$(BIN)/python -m docs.site --out build/site
 	$(BIN)/python -m pytest -m site tests/site
+
+pins: setup
+	TORCH_INDEX=$(TORCH_INDEX) nice $(BIN)/python -m pytest -s -m long tests/pins
 
 release: setup
 	$(BIN)/autograder release

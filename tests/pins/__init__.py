@@ -1,1 +1,1 @@
-"""Other people's machines: Colab's versions, Binder's files, newer Pythons. `make pins` runs the long ones."""
+"""Other people's machines: Colab's versions, Binder's files, newer Pythons. `make pins` runs them."""

@@ -1,4 +1,4 @@
-"""python execute.py NOTEBOOK FOLDER: every cell, by this environment's own nbclient; what came of it beside the notebook.
+"""python execute.py NOTEBOOK FOLDER: every cell, by this environment's nbclient; the result in FOLDER.
 
 Runs in environments that have neither memlab's tools nor pytest. A failing cell doesn't stop it.
 """

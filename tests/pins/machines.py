@@ -1,4 +1,4 @@
-"""Virtual environments made from pins, Pythons of other versions, and commands run within a limit of memory."""
+"""Virtual environments made from pins, Pythons of other versions, commands within a limit of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -69,9 +69,9 @@ def environment(name: str, python: Path, *steps: Sequence[str], key: str = "") -
     return inside
 
 
-def run(command: Sequence[object], **how: object) -> str:
+def run(command: Sequence[object], **how: Any) -> str:
     """What the command prints; fails the test with its last lines when it fails."""
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **how)  # type: ignore[call-overload]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **how)
     if done.returncode:
         text = "\n".join([*done.stdout.splitlines()[-25:], *done.stderr.splitlines()[-25:]])
         pytest.fail(
@@ -111,7 +111,7 @@ class Ran:
 
 
 class Tree(threading.Thread):
-    """Samples what processes and all that they started hold, as proportional set size; kills them above a limit.
+    """Samples what processes and all that they started hold (proportional set size); above a limit it kills.
 
     A page that several processes share counts once, split among them.
     """

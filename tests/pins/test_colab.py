@@ -1,8 +1,8 @@
 """All chapters with Colab's versions, memlab installed by the first cell as Colab would.
 
-Colab has torch 2.11, whose Linux wheel on PyPI is a CUDA build of 531 MB that also wants 2 GB of CUDA libraries; so
-this runs with the torch that `make setup` takes, and `test_torch_names` watches which of torch's private names are
-used. Not seen here: Colab's own front end, a T4.
+Colab has torch 2.11, whose Linux wheel on PyPI is a CUDA build of 531 MB that wants 2 GB of CUDA libraries,
+too. So this runs with the torch that `make setup` takes, and `test_torch_names` watches which of torch's private
+names are used. Not seen here: Colab's own front end, a T4.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def outputs(python: Path, *cells: str) -> list[list[dict]]:
 
 @pytest.fixture(scope="session")
 def with_memlab(colab: Path, archive: str) -> Path:
-    """memlab gone, then installed by the first cell, run twice: nothing else moved, the second time is silent."""
+    """memlab gone, then installed by the first cell: nothing else moves, a second run is silent."""
     run([colab, "-m", "pip", "uninstall", "--quiet", "--yes", "memlab"])
     before = installed(colab)
     cell = FIRST_CELL.replace(ADDRESS, archive)
@@ -122,7 +122,10 @@ def test_no_network_and_a_wrong_address_are_one_line_each(colab: Path, archive: 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = free.getsockname()[1]
-    hide = "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n, *a: None if n == 'memlab' else find(n, *a)"
+    hide = (
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'memlab' else find(name, *rest)"
+    )
     for address, said in (
         (archive.replace("main", "mian"), "404"),
         (f"http://127.0.0.1:{closed}/main.zip", "refused"),
