@@ -13,11 +13,12 @@ from dataclasses import fields
 from typing import Any
 
 from memlab import engines, hardware, models, oom, planner
-from memlab.footprint import footprint
+from memlab.footprint import Footprint, footprint
 from memlab.hardware import GPU
 from memlab.models import ConfigError, ConvConfig, TransformerConfig
 from memlab.recipe import Recipe
 from memlab.units import CONSUMERS, PHASES, format_bytes, format_count, format_gb, parse_bytes
+from memlab.walk import Holding
 
 Config = TransformerConfig | ConvConfig
 
@@ -102,40 +103,34 @@ def _name(question: Mapping[str, Any]) -> str:
 def _footprint(question: Mapping[str, Any], _: Any) -> dict[str, Any]:
     config, card, recipe = _chosen(question)
     found = footprint(config, recipe, card)
-    planned = _judged(config, card, found.recipe)
-    peak = planned["phases"][planned["peak_phase"]]
-    left = card.memory_bytes - planned["context"] - peak
-    doubt = sum(size for _, size, _ in planned["doubt"])
-    by_doubt = "less than a closed form is sure of: trace it (memlab plan)"
-    if planned["state"] == "fits":
+    judged = _judged(config, card, found)
+    phase, state = judged["phase"], judged["state"]
+    left = card.memory_bytes - judged["context"] - judged["peak"]
+    doubt = sum(size for _, size, _ in judged["doubt"])
+    needed = judged["peak"] + judged["context"] + doubt
+    if state == "fits":
         headline = f"Fits: {format_bytes(left - doubt)} to spare"
-    elif planned["state"] == "no" and left < 0:
+    elif state == "no" and left < 0:
         headline = f"Doesn't fit: {format_bytes(-left)} too much"
     else:
-        word = "Too close to say" if planned["state"] == "tight" else "Doesn't fit for sure"
+        word = "Too close to say" if state == "tight" else "Doesn't fit for sure"
         rest = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
-        headline = f"{word}: {rest}, {by_doubt}"
-    terms = [
-        (term.name, term.bytes[planned["peak_phase"]], term.why)
-        for term in planner.engine_terms(config, found.recipe, card)
-        if term.bytes[planned["peak_phase"]]
-    ]
-    base = found.phases[planned["peak_phase"]]["total"]
+        headline = f"{word}: {rest}, less than a closed form is sure of: trace it (memlab plan)"
     account = [
-        (f"the step's tensors in {planned['peak_phase']}", base, found.moments[planned["peak_phase"]]),
-        *terms,
-        ("context", planned["context"], planned["context_source"]),
-        *((f"held back: {name}", size, why) for name, size, why in planned["doubt"]),
+        (f"the step's tensors in {phase}", found.phases[phase]["total"], found.moments[phase]),
+        *judged["terms"],
+        ("context", judged["context"], judged["context_source"]),
+        *((f"held back: {name}", size, why) for name, size, why in judged["doubt"]),
     ]
     host = [(name.replace("_", " "), format_bytes(n)) for name, n in found.host.items()]
     return {
-        "state": planned["state"],
+        "state": state,
         "headline": headline,
         "heading": found._heading(),
         "recipe": found.recipe.describe(),
         "verdict": found._verdict(),
         "capacity": card.memory_bytes,
-        "context": planned["context"],
+        "context": judged["context"],
         "gpu": card.name,
         "peak_bytes": found.peak_bytes,
         "peak_phase": found.peak_phase,
@@ -145,7 +140,7 @@ def _footprint(question: Mapping[str, Any], _: Any) -> dict[str, Any]:
         "consumers": dict(found.consumers),
         "table": [[name, *cells] for name, cells in found._rows()],
         "account": [[name, size, format_bytes(size), why] for name, size, why in account],
-        "needed": [peak + planned["context"] + doubt, format_bytes(peak + planned["context"] + doubt)],
+        "needed": [needed, format_bytes(needed)],
         "host": host,
         "includes": found.includes,
         "notes": found.recipe.notes(config, card),
@@ -165,21 +160,28 @@ def _shape(shape: tuple[int, ...], count: int) -> str:
     return f"{count} of {text}" if count > 1 else text
 
 
-def _judged(config: Config, card: GPU, recipe: Recipe) -> dict[str, Any]:
-    """What `plan` says of its starting recipe, without the search."""
+def _judged(config: Config, card: GPU, found: Footprint) -> dict[str, Any]:
+    """What `plan` would say of this recipe as its start, from the bytes that are there already."""
+    recipe = found.recipe
     judge = planner._Planner(
         config, card, recipe.world_size, None, None, recipe, None, None,
         planner._assume(card, None, None, 0.4), {},
     )  # fmt: skip
-    found = judge.bytes(recipe)
+    rows = {phase: {c: found.phases[phase][c] for c in CONSUMERS} for phase in PHASES}
+    terms = planner._terms(recipe, Holding.of(config, recipe), rows, card)
+    for term in terms:
+        for phase, size in term.bytes.items():
+            rows[phase]["temporaries"] += size
+    whole = planner._Bytes(rows, found.moments)
     known = card.context_source or "assumed: 0.14 GB (T4) to 1.4 GB (V100, CUDA 11) are reported"
     return {
-        "state": judge._state(recipe, found),
-        "phases": found.totals,
-        "peak_phase": found.peak_phase,
+        "state": judge._state(recipe, whole),
+        "phase": whole.peak_phase,
+        "peak": whole.peak,
+        "terms": [(t.name, t.bytes[whole.peak_phase], t.why) for t in terms if t.bytes[whole.peak_phase]],
         "context": judge.context,
         "context_source": known,
-        "doubt": judge.uncertainty(recipe, found.peak),
+        "doubt": judge.uncertainty(recipe, whole.peak),
     }
 
 
@@ -197,9 +199,7 @@ def _plan(question: Mapping[str, Any], _: Any) -> dict[str, Any]:
     asked = question["plan"]
     mine = asked["start"] == "mine"
     count, batch = recipe.world_size, asked["effective_batch"]
-    sizes = {
-        name: parse_bytes(asked[name]) if asked[name] else None for name in ("host_memory", "nvme")
-    }
+    sizes = {name: parse_bytes(asked[name]) if asked[name] else None for name in ("host_memory", "nvme")}
     sequence = None if mine else recipe.sequence
     found = planner.plan(
         config, card, count, effective_batch=batch, sequence=sequence, start=recipe if mine else None,
@@ -325,7 +325,9 @@ def _report(report: oom.Report) -> dict[str, Any]:
     place = f"line {report.line}" + (f", {report.rank}" if report.rank else "")
     if report.count > 1:
         place += f", {report.count} times (the same message; counted once)"
-    raised = [f"raised in {report.where}" + (f" ({report.phase})" if report.phase else "")] * bool(report.where)
+    raised = [f"raised in {report.where}" + (f" ({report.phase})" if report.phase else "")] * bool(
+        report.where
+    )
     raised += [f"asked for by {report.operator} ({report.phase})"] * bool(report.operator)
     raised += [f"deepest frame: {report.deepest}"] * bool(report.deepest)
     return {

@@ -1,7 +1,8 @@
 """Puts the calculator together: python -m docs.calculator.build OUT
 
-OUT then holds all that the page needs, for any static server, without a network: the page, its two scripts and
-its style, five files of Pyodide (from npm, pinned) and memlab's torch-free modules from this tree as one zip.
+OUT then holds all that the page needs, for any static server, without a network: the page, its two scripts
+and its style, five files of Pyodide (from npm, pinned) and memlab's torch-free modules from this tree as one
+zip.
 
 Pyodide 0.29 is the last with CPython 3.13, the newest that memlab supports; 314 has 3.14.
 """

@@ -98,7 +98,7 @@ function loading(message) {
 // -- the form -----------------------------------------------------------------------------------------------
 
 const form = $("choices-form"), planForm = $("plan-form");
-const control = (name) => form.elements.namedItem(name) ?? planForm.elements.namedItem(name);
+const control = (name) => (name ? form.elements.namedItem(name) ?? planForm.elements.namedItem(name) : null);
 const NUMBERS = ["world_size", "micro_batch", "accumulation", "sequence", "image", "tensor_parallel", "lora_rank", "dropout"];
 const BACK = {}; // each control's value on a fresh page
 
@@ -273,7 +273,6 @@ function changed() {
   relink();
   began = performance.now();
   pending = true;
-  $("plan-answer").classList.add("old");
   stale();
   if (!running) answer();
 }
@@ -304,16 +303,25 @@ function timing(took, ms) {
   Object.assign($("timing").dataset, { took: took.toFixed(1), memlab: ms.toFixed(1), first: first.toFixed(0) });
 }
 
+/** The name of the control that a reason speaks of: its first word, or what stands for it. */
+function culprit(reason) {
+  const word = reason.split(/[\s:]/)[0];
+  if (word === "offload" || word === "4-bit") return "off-parameters";
+  if (word === "adapters") return "tensor_parallel";
+  if (word === "batch") return "micro_batch";
+  if (CHOICES.optimizer.includes(word)) return "optimizer_impl";
+  if (/ has no dropout/.test(reason)) return "dropout";
+  return word in BACK ? word : "";
+}
+
 function mark(reason) {
   for (const element of form.elements) {
     element.removeAttribute("aria-invalid");
     element.removeAttribute("aria-errormessage");
   }
   if (!reason) return;
-  const word = reason.split(/[\s:]/)[0];
-  const special = { offload: null, "4-bit": "base_weights", adapters: "tensor_parallel", config: "config" };
-  const element = word in special ? special[word] && control(special[word]) : control(word);
-  if (!element?.setAttribute) return;
+  const element = control(culprit(reason));
+  if (!element) return;
   element.setAttribute("aria-invalid", "true");
   element.setAttribute("aria-errormessage", "lead");
 }
@@ -332,10 +340,12 @@ function problem(reason) {
   last = null;
 }
 
-const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
-const unitOf = (bytes) => UNITS.find(([, scale]) => bytes >= scale) ?? UNITS.at(-1);
-const inUnit = (bytes, [unit, scale]) => (scale === 1 ? String(bytes) : (bytes / scale).toFixed(2));
-const sized = (bytes) => `${inUnit(bytes, unitOf(Math.abs(bytes)))} ${unitOf(Math.abs(bytes))[0]}`;
+// As units.py: footprint speaks of GiB, plan of GB, like the two commands.
+const BINARY = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
+const DECIMAL = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["KB", 1e3], ["B", 1]];
+const unitOf = (bytes, units = BINARY) => units.find(([, scale]) => bytes >= scale) ?? units.at(-1);
+const inUnit = (bytes, [, scale]) => (scale === 1 ? String(bytes) : (bytes / scale).toFixed(2));
+const sized = (bytes, units = BINARY) => `${inUnit(bytes, unitOf(Math.abs(bytes), units))} ${unitOf(Math.abs(bytes), units)[0]}`;
 
 function render(found) {
   last = found;
@@ -353,7 +363,7 @@ function render(found) {
   const head = make("tr", {}, make("td"), ...PHASES.map((phase) => make("th", { scope: "col", class: phase === found.peak_phase ? "n here" : "n" }, phase)),
     make("th", { scope: "col", class: "n" }, "own largest"));
   const rows = [...CONSUMERS, "total"].map((name) => {
-    const label = make("th", { scope: "row" }, name === "total" ? null : swatch(name), said(name));
+    const label = make("th", { scope: "row" }, name === "total" ? null : swatch(name), name === "total" ? "total" : `\u2060${said(name)}`);
     const cells = PHASES.map((phase) => amount(found.phases[phase][name], unit, phase === found.peak_phase));
     return make("tr", name === "total" ? { class: "sum" } : { "data-consumer": name }, label, ...cells,
       name === "total" ? make("td") : amount(found.consumers[name], unit));
@@ -378,7 +388,8 @@ function render(found) {
 
   $("includes").textContent = found.includes;
   $("notes").replaceChildren(...found.notes.map((note) => make("li", {}, note)));
-  $("command").textContent = found.command;
+  $("command").replaceChildren(...whole(found.command));
+  $("prints").textContent = `It prints this table and ends with “${found.verdict.replaceAll("\n", "; ")}”: the step's tensors alone, without what is added above.`;
   $("oom-model").textContent = `${found.heading.split(":")[0]}, ${found.recipe.replaceAll("\n", " ")}`;
   control("plan_batch").placeholder = `${found.batch}, as chosen`;
 }
@@ -429,16 +440,24 @@ function swatch(name) {
 
 const BRIEF = { parameters: "parameters", gradients: "gradients", optimizer_states: "states", activations: "activations", temporaries: "temporaries" };
 
-/** Stacked bars on one scale. rows: {label, bold, parts: [[name, bytes]], total}. limit: {bytes, text, usable}. */
-function bars(rows, limit, alternative, width, { left = 84, thick = 30 } = {}) {
-  const largest = Math.max(limit?.bytes ?? 0, ...rows.map((row) => row.total));
-  const inner = width - left - 8, x = (bytes) => left + (inner * bytes) / (largest || 1);
-  const top = limit ? 22 : 4, gap = 14, height = top + rows.length * (thick + gap) + 22;
+/**
+ * Stacked bars on one scale. rows: {label, bold, parts: [[name, bytes]], total, after}; limit: {bytes, text, usable};
+ * most: the scale's end, if other pictures share it; axis: with a scale beneath.
+ */
+function bars(rows, limit, alternative, width, { left = 84, thick = 30, units = BINARY, most = 0, axis = true } = {}) {
+  const largest = Math.max(most, limit.bytes, ...rows.map((row) => row.total));
+  const inner = width - left - 8, x = (bytes) => left + (inner * bytes) / largest;
+  const top = limit.text ? 22 : 6, gap = 14, bottom = top + rows.length * (thick + gap) - gap + 6;
+  const height = bottom + (axis ? 20 : 2);
   const svg = drawn("svg", { class: "bars", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": alternative });
-  rows.forEach((row, at) => {
-    const y = top + at * (thick + gap);
-    const label = drawn("text", { x: 0, y: y + thick / 2 + 4, class: row.bold ? "peak" : "" }, row.label);
-    svg.append(label);
+  const write = (text, at, y, anchor, kind) => {
+    const word = drawn("text", { x: at, y, "text-anchor": anchor, class: kind }, text);
+    svg.append(word);
+    return word;
+  };
+  rows.forEach((row, place) => {
+    const y = top + place * (thick + gap), base = y + thick / 2 + 4;
+    write(row.label, 0, base, "start", row.bold ? "peak" : "");
     let from = 0;
     for (const [name, bytes] of row.parts) {
       if (bytes <= 0) continue;
@@ -446,44 +465,35 @@ function bars(rows, limit, alternative, width, { left = 84, thick = 30 } = {}) {
       from += bytes;
       const filled = name in FILLS;
       const segment = drawn("rect", { x: a, y, width: Math.max(b - a, 0.5), height: thick, class: filled ? "segment" : "hold" },
-        drawn("title", {}, `${said(name)}: ${sized(bytes)} (${bytes.toLocaleString("en")} B)`));
+        drawn("title", {}, `${said(name)}: ${sized(bytes, units)} (${bytes.toLocaleString("en")} B)`));
       if (filled) segment.setAttribute("fill", `url(#${patternOf(name)})`);
       svg.append(segment);
-      const text = `${BRIEF[name] ?? said(name)} ${sized(bytes)}`;
-      const room = b - a - 8;
-      const words = [text, sized(bytes)].find((t) => t.length * 6.4 < room);
+      const words = [`${BRIEF[name] ?? said(name)} ${sized(bytes, units)}`, sized(bytes, units)].find((text) => text.length * 6.7 + 6 < b - a);
       if (!words) continue;
-      if (!filled) {
-        svg.append(drawn("text", { x: (a + b) / 2, y: y + thick / 2 + 4, "text-anchor": "middle" }, words));
-        continue;
-      }
-      const colour = FILLS[name][0], long = words.length * 6.4 + 6;
-      svg.append(drawn("rect", { x: (a + b - long) / 2, y: y + thick / 2 - 9, width: long, height: 18, rx: 3, fill: colour }));
-      const word = drawn("text", { x: (a + b) / 2, y: y + thick / 2 + 4, "text-anchor": "middle" }, words);
-      word.style.fill = dark(colour) ? "#FFFFFF" : "#111111";
-      svg.append(word);
+      const long = words.length * 6.7 + 4, middle = (a + b) / 2;
+      if (filled) svg.append(drawn("rect", { x: middle - long / 2, y: base - 13, width: long, height: 18, rx: 3, fill: FILLS[name][0] }));
+      const word = write(words, middle, base, "middle", "");
+      if (filled) word.style.fill = dark(FILLS[name][0]) ? "#FFFFFF" : "#111111";
     }
-    if (row.after) {
-      const end = x(row.total), fits = end + 8 + row.after.length * 6.6 < width;
-      if (fits) svg.append(drawn("text", { x: end + 6, y: y + thick / 2 + 4, class: row.bold ? "peak" : "soft" }, row.after));
-    }
+    const end = x(row.total);
+    if (row.after && end + 10 + row.after.length * 6.7 < width) write(row.after, end + 6, base, "start", row.bold ? "peak" : "soft");
   });
-  const bottom = height - 18;
-  if (limit) {
-    const end = x(limit.bytes);
-    if (limit.usable !== undefined && limit.usable < limit.bytes) {
-      const begin = x(limit.usable);
-      svg.append(drawn("rect", { x: begin, y: top - 4, width: end - begin, height: bottom - top + 4, class: "hold" }, drawn("title", {}, `context: ${sized(limit.bytes - limit.usable)}`)));
-    }
-    svg.append(drawn("line", { x1: end, x2: end, y1: top - 6, y2: bottom, class: "limit" }));
-    const anchor = end > width / 2 ? "end" : "start";
-    svg.append(drawn("text", { x: anchor === "end" ? Math.min(end + 4, width) : end - 4, y: 11, "text-anchor": anchor, class: "limit-text" }, limit.text));
+  const end = x(limit.bytes);
+  if (limit.usable !== undefined) {
+    const begin = x(limit.usable);
+    svg.append(drawn("rect", { x: begin, y: top - 4, width: end - begin, height: bottom - top + 4, class: "hold" },
+      drawn("title", {}, `context: ${sized(limit.bytes - limit.usable, units)}`)));
   }
-  const unit = unitOf(largest), step = nice(largest / unit[1] / Math.max(2, Math.floor(inner / 110)));
+  svg.append(drawn("line", { x1: end, x2: end, y1: top - 6, y2: bottom, class: "limit" }));
+  if (limit.text) {
+    const before = end > width / 2;
+    write(limit.text, before ? Math.min(end + 4, width) : end - 4, 11, before ? "end" : "start", "limit-text");
+  }
+  if (!axis) return svg;
+  const unit = unitOf(largest, units), step = nice(largest / unit[1] / Math.max(2, Math.floor(inner / 110)));
   for (let tick = 0; tick * unit[1] <= largest * 1.0001; tick += step) {
     const at = x(tick * unit[1]);
-    const anchor = tick === 0 ? "start" : at > width - 30 ? "end" : "middle";
-    svg.append(drawn("text", { x: at, y: height - 4, "text-anchor": anchor, class: "soft" }, `${Number(tick.toPrecision(3))}${tick === 0 || at > width - 60 ? ` ${unit[0]}` : ""}`));
+    write(`${Number(tick.toPrecision(3))}${tick ? "" : ` ${unit[0]}`}`, at, height - 4, tick === 0 ? "start" : at > width - 20 ? "end" : "middle", "soft");
   }
   return svg;
 }
@@ -593,7 +603,7 @@ function planParts(found) {
       make("p", {}, make("strong", {}, step.name), ` ${step.taken ? "taken" : "not taken"}`, make("span", { class: "mark" }, step.taken || !step.price ? ` · ${step.peak[1]} in ${step.peak[2]}` : ` · would lead to ${step.peak[1]}`)),
       make("p", {}, step.why),
       step.price ? make("p", { class: "small" }, `costs: ${step.price}`) : null,
-      make("div", { "data-bar": at })));
+      step.taken || step.price ? make("div", { "data-bar": at }) : null));
   });
   parts.push(list);
   const ranked = [
@@ -612,12 +622,24 @@ function planParts(found) {
   parts.push(make("details", {}, make("summary", {}, "What is held back"), list_of(found.held)));
   if (found.notes.length) parts.push(list_of(found.notes));
   parts.push(make("h3", {}, "The same on the command line"), command("plan-command", found.command),
+    asJson(found.json),
     make("p", { class: "small" }, "Without --no-trace it also confirms the winner by tracing it on a virtual card; that needs torch, which a browser hasn't."));
   return parts;
 }
 
 function command(id, text) {
-  return make("div", { class: "command" }, make("pre", { id, tabindex: 0, "aria-label": "Text to copy" }, text), make("button", { type: "button", "data-copy": id }, "Copy"));
+  return make("div", { class: "command" }, make("pre", { id, tabindex: 0, "aria-label": "Text to copy" }, ...(text.length < 2000 ? whole(text) : [text])), make("button", { type: "button", "data-copy": id }, "Copy"));
+}
+
+function asJson(data) {
+  const button = make("button", { type: "button" }, "Copy as JSON (--json)"), done = make("span", { role: "status" });
+  button.addEventListener("click", () => copy(JSON.stringify(data, null, 2), done));
+  return make("p", { class: "row" }, button, " ", done);
+}
+
+/** A command's words, none of them broken at a hyphen. */
+function whole(text) {
+  return text.split(/(\s+)/).map((word) => (word.trim() ? make("span", { class: "word" }, word) : word));
 }
 
 function wayOf(way) {
@@ -665,13 +687,15 @@ function exporter(found) {
 function drawSteps() {
   if (!planned || $("panel-plan").hidden) return;
   const { found } = planned;
+  const all = { start: { consumers: found.start_consumers, peak: found.start_peak }, ...found.steps };
+  const most = Math.max(found.capacity, ...Object.values(all).map((step) => step.peak[0]));
+  const size = (bytes) => sized(bytes, DECIMAL);
   for (const place of $("plan-answer").querySelectorAll("[data-bar]")) {
-    const step = place.dataset.bar === "start" ? { consumers: found.start_consumers, peak: found.start_peak } : found.steps[place.dataset.bar];
-    const scale = Math.max(found.capacity, step.peak[0]);
+    const step = all[place.dataset.bar];
     const row = { label: "", total: step.peak[0], parts: CONSUMERS.map((name) => [name, step.consumers[name]]) };
-    const alternative = `${CONSUMERS.map((name) => `${said(name)} ${sized(step.consumers[name])}`).join(", ")}; the card holds ${sized(found.capacity)}`;
-    const limit = { bytes: found.capacity, usable: found.capacity - found.context, text: scale === found.capacity ? found.gpu : `${found.gpu}: ${sized(found.capacity)}` };
-    place.replaceChildren(bars([row], limit, alternative, Math.max(place.clientWidth, 260), { left: 2, thick: 22 }));
+    const alternative = `${CONSUMERS.map((name) => `${said(name)} ${size(step.consumers[name])}`).join(", ")}; the card holds ${size(found.capacity)}`;
+    const limit = { bytes: found.capacity, usable: found.capacity - found.context, text: place.dataset.bar === "start" ? `${found.gpu}: ${size(found.capacity)}` : "" };
+    place.replaceChildren(bars([row], limit, alternative, Math.max(place.clientWidth, 260), { left: 2, thick: 22, units: DECIMAL, most, axis: false }));
   }
 }
 
@@ -696,9 +720,7 @@ async function explain(event) {
   place.replaceChildren(reportOf(head),
     ...rest.map((report) => make("details", {}, make("summary", {}, `${report.place}: ${report.causes[0]?.[0] ?? report.head}`), reportOf(report))),
     make("h3", {}, "The same on the command line"), command("oom-command", found.command));
-  const json = make("button", { type: "button" }, "Copy as JSON (--json)"), done = make("span", { role: "status" });
-  json.addEventListener("click", () => copy(JSON.stringify(found.json, null, 2), done));
-  place.append(make("p", { class: "row" }, json, done));
+  place.append(asJson(found.json));
   drawMaps();
 }
 
@@ -729,11 +751,11 @@ function drawMaps() {
   for (const place of $("oom-answer").querySelectorAll("[data-map]")) {
     const { total, requested, parts } = place.map;
     const width = Math.max(place.clientWidth, 260);
-    if (place.closest("details:not([open])")) continue;
+    if (!place.clientWidth) continue; // in a closed part
     const rows = [{ label: "card", total, parts: parts.map(([name, bytes]) => [name, bytes]) }];
     if (requested) rows.push({ label: "asked for", total: requested, parts: [["request", requested]], after: sized(requested) });
     const key = make("ul", { class: "figures", "aria-label": "Parts of the card" }, ...parts.map(([name, , words]) => make("li", {}, name in MAPPED ? swatch(name) : null, `${name} ${words}`)));
-    place.replaceChildren(bars(rows, { bytes: total, text: `holds ${sized(total)}` }, parts.map(([name, , words]) => `${name} ${words}`).join(", "), width), key);
+    place.replaceChildren(bars(rows, { bytes: total, text: `${sized(total)} in all` }, parts.map(([name, , words]) => `${name} ${words}`).join(", "), width), key);
   }
 }
 

@@ -1,13 +1,30 @@
 // Python beside the page: loads Pyodide and memlab, then answers questions one by one.
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
+// Pyodide waits for ever where its WebAssembly doesn't come or doesn't compile: said from here.
+const fail = (error) => self.postMessage({ kind: "failed", reason: String(error.message || error) });
+
 // The bytes that arrive, for the progress bar: counted on a copy, so that the browser may cache its compiled code.
 const fetched = self.fetch.bind(self);
 let loaded = 0;
 self.fetch = async (...request) => {
   const response = await fetched(...request);
-  if (response.ok && response.body) count(response.clone().body.getReader());
+  if (!response.ok) throw new Error(`${response.url}: ${response.status} ${response.statusText}`);
+  if (response.body) count(response.clone().body.getReader()).catch(() => {});
   return response;
+};
+
+// And a server that doesn't know the type application/wasm serves as well.
+const { instantiate, instantiateStreaming } = WebAssembly;
+WebAssembly.instantiateStreaming = async (source, imports) => {
+  try {
+    const response = await source;
+    const known = (response.headers.get("Content-Type") ?? "").startsWith("application/wasm");
+    return await (known ? instantiateStreaming(response, imports) : instantiate(await response.arrayBuffer(), imports));
+  } catch (error) {
+    fail(error);
+    throw error;
+  }
 };
 
 async function count(reader) {
@@ -19,11 +36,8 @@ async function count(reader) {
 
 async function start() {
   const [python, memlab] = await Promise.all([
-    loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href, checkAPIVersion: true }),
-    fetch(new URL("./memlab.zip", import.meta.url)).then((response) => {
-      if (!response.ok) throw new Error(`memlab.zip: ${response.status} ${response.statusText}`);
-      return response.arrayBuffer();
-    }),
+    loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href }),
+    fetch(new URL("./memlab.zip", import.meta.url)).then((response) => response.arrayBuffer()),
   ]);
   self.postMessage({ kind: "starting" });
   python.unpackArchive(memlab, "zip");
@@ -33,7 +47,7 @@ async function start() {
 }
 
 const asked = start();
-asked.catch((error) => self.postMessage({ kind: "failed", reason: String(error.message || error) }));
+asked.catch(fail);
 
 self.onmessage = async ({ data: { id, kind, question, data } }) => {
   let ask;
