@@ -789,7 +789,6 @@ class _Planner:
         self._works: dict[tuple[Any, ...], _Work] = {}
         self._updates: dict[Recipe, dict[str, int]] = {}
         self._leaving: dict[tuple[Any, ...], int] = {}
-        self._activations: dict[tuple[Any, ...], int] = {}
         self._blocks: int | None = None
 
     def _uneven(self) -> str:
@@ -1276,14 +1275,6 @@ class _Planner:
             family.most = 0
             return
         sizes = self._micro_batches(recipe)
-        if not recipe.offloaded("activations"):
-            kept = self._kept(recipe)
-            room = self.usable / (1 - FORMULA_RESIDUAL) - (least - self._graded(recipe))
-            if recipe.zero_stage >= 2:
-                room += self._block_weights(recipe)
-                if recipe.master_dtype:  # fp32 shards are the masters: no second copy
-                    room += self._values(recipe) * DTYPE_BYTES[recipe.parameter_dtype]
-            sizes = [b for b in sizes if kept * (1 if recipe.autocast else b) <= room]
         low, high = 0, len(sizes)
         if sizes and self._judge(family, sizes[0]) == "no":
             high = 0
@@ -1294,41 +1285,16 @@ class _Planner:
 
     def _least(self, recipe: Recipe) -> int:
         """Bytes that no micro-batch gets below: what one GPU keeps when the update begins."""
-        whole = self._sizes(recipe).shared_by(1)
-        kept = self._graded(recipe)
+        n = recipe.data_parallel
+        whole, held, kept = self._sizes(recipe).shared_by(1), self._sizes(recipe).bytes, 0
+        if not recipe.offloaded("gradients") and not recipe.offloaded("parameters"):
+            kept += DTYPE_BYTES[recipe.gradient_dtype] * (whole // n if recipe.zero_stage >= 2 else whole)
         if not recipe.offloaded("optimizer_states"):
             each = sum(t.bytes for t in recipe.state_tensors((2**20,))) / 2**20
-            kept += int(each * (whole // recipe.data_parallel if recipe.zero_stage >= 1 else whole))
+            kept += int(each * (whole // n if recipe.zero_stage >= 1 else whole))
         if not recipe.offloaded("parameters"):
-            held = self._sizes(recipe).bytes
-            kept += held // recipe.data_parallel if recipe.zero_stage >= 2 else held
+            kept += held // n if recipe.zero_stage >= 2 else held
         return kept
-
-    def _graded(self, recipe: Recipe) -> int:
-        """Of them, gradients: the only ones that needn't be there when activations are at their largest."""
-        if recipe.offloaded("gradients") or recipe.offloaded("parameters"):
-            return 0
-        whole = self._sizes(recipe).shared_by(1)
-        shard = whole // recipe.data_parallel if recipe.zero_stage >= 2 else whole
-        return DTYPE_BYTES[recipe.gradient_dtype] * shard
-
-    def _kept(self, r: Recipe) -> int:
-        """Activations of the smallest micro-batch per sample, however states are sharded."""
-        key = (
-            r.compute_dtype, r.autocast, r.checkpointing, r.attention, r.sequence, r.image, r.tensor_parallel,
-            r.lora_rank, r.lora_targets, r.base_weights,
-        )  # fmt: skip
-        if key not in self._activations:
-            micro = 1 if self.transformer else 2
-            plain = r.replace(
-                micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel,
-                optimizer="sgd", optimizer_impl="foreach", offload=(),
-                precision="bf16" if r.precision == "bf16-master" else r.precision,
-            )  # fmt: skip
-            walk = Walk(self.config, plain.resolve(self.config), "cuda")
-            walk.run()
-            self._activations[key] = walk.largest["activations"] // micro
-        return self._activations[key]
 
     def _nearest(self, families: Sequence[_Family]) -> Candidate | None:
         """Where nothing fits: the smallest peak among those that could be smallest."""

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from memlab import cli, hardware, models
 from memlab import planner as p
 from memlab.footprint import footprint
+from memlab.operations import in_proportion
 from memlab.planner import plan
 from memlab.recipe import Recipe, RecipeError
 from memlab.units import CONSUMERS, GB, GIB, PHASES
+from memlab.walk import ANY, Walk, largest
 
 A100 = hardware.gpu("A100-80GB")
 
@@ -69,6 +71,49 @@ def test_bytes_are_footprints_and_the_engines(fields):
         phase: whole.phases[phase]["total"] + sum(term.bytes[phase] for term in terms) for phase in PHASES
     }
     assert planner().bytes(recipe).totals == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    RECIPES,
+    st.sampled_from(("gpt2", "bert-base", "tinyllama-1.1b", "llama2-7b", "resnet50", "resnet152", "vgg19")),
+    st.sampled_from((None, (16, "full"), (16, "nf4"), (4, "nf4-double"))),
+    st.sampled_from(("cuda", "cpu")),
+    st.sampled_from((1, 2, 3, 64, 2**20)),
+)
+def test_one_walk_answers_for_every_micro_batch(fields, name, adapters, device, micro):
+    """To the byte: peaks by phase and consumer, and what happens then."""
+    config = models.model(name)
+    if isinstance(config, models.TransformerConfig):
+        fields = fields | {"sequence": 100}
+    else:
+        fields = fields | {"image": 64, "attention": "sdpa"}
+    if adapters is not None:
+        fields = fields | {"lora_rank": adapters[0], "base_weights": adapters[1]}
+    try:
+        recipe = Recipe(**fields).resolve(config)
+    except RecipeError:
+        return
+    one = recipe.replace(micro_batch=micro)
+    if not in_proportion(config, recipe) or not in_proportion(config, one):
+        return
+    every, walked = Walk(config, recipe, device, ANY), Walk(config, one, device)
+    every.run()
+    walked.run()
+    assert largest(every.noted, micro) == (walked.peaks, walked.moments)
+    assert sum(map(len, every.noted.values())) < 5000
+
+
+def test_a_single_sample_may_need_a_walk_of_its_own():
+    """It is spared copies per head (eager) and shares the shape of learned positions."""
+    for name, attention in (("gpt2", "sdpa"), ("tinyllama-1.1b", "eager")):
+        config = models.model(name)
+        single = Recipe(attention=attention, sequence=64)
+        assert not in_proportion(config, single) and in_proportion(config, single.replace(micro_batch=2))
+        every, walked = Walk(config, single, "cuda", ANY), Walk(config, single, "cuda")
+        every.run()
+        walked.run()
+        assert largest(every.noted, 1)[0] != walked.peaks
 
 
 def test_engine_terms_say_why():
@@ -211,7 +256,7 @@ def test_a_thousand_cards():
 def test_many_recipes_few_walks():
     made = planner("llama2-70b", A100, 8, 1024)
     assert made.search().searched > 10_000
-    assert len(made._walks) < 500
+    assert len(made._walks) < 150
 
 
 def test_the_seven_steps(seventy):
