@@ -12,10 +12,10 @@ import copy
 import hashlib
 import html
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from autograder.build import Built, Cell, leaks
+from autograder.build import Built, leaks
 
 #: What an output may hold on a page, the best first. A widget is left out: its static twin stands beside it.
 SHOWN = ("text/html", "text/markdown", "text/latex", "text/plain")
@@ -126,27 +126,6 @@ def points(built: Built) -> str:
         for kind in ("code", "markdown")
     }
     return f"{worth['code']:g} points, and {worth['markdown']:g} for a written answer"
-
-
-# --- what must not be found on the site ---------------------------------------------------------------------
-
-
-def secrets(cells: Iterable[Cell], released: Any) -> list[str]:
-    """The lines of a chapter's solutions and model answers that the student version doesn't hold.
-
-    As `autograder.build.leaks` counts: from 20 characters on, and no import, comment or head of a block.
-    White space is squeezed, since a page may break lines anywhere.
-    """
-    given = squeeze("\n".join(cell.source for cell in released.cells))
-    heads = ("import ", "from ", "#", "for ", "with ", "def ", "class ")
-    lines = (line.strip() for cell in cells for line in cell.solution_lines())
-    telling = (squeeze(line) for line in lines if len(line) >= 20 and not line.startswith(heads))
-    return sorted({line for line in telling if line not in given})
-
-
-def squeeze(text: str) -> str:
-    """`text` without any white space: a solution's line is found however a page lays it out."""
-    return re.sub(r"\s+", "", text)
 
 
 def headline_table(results: Mapping[str, Any], points: Mapping[str, str]) -> str:

@@ -54,6 +54,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_extra_path = [str(ROOT / "build" / "site-source" / "extra")]
 html_copy_source = False  # a chapter's notebook, to download, is the student's
+html_context = {"default_mode": "auto"}
 html_show_sphinx = False
 html_sidebars = {"**": ["navbar-logo.html", "search-button-field.html", "sbt-sidebar-nav.html"]}
 html_theme_options: dict[str, Any] = {

@@ -9,10 +9,11 @@ import pytest
 from nbformat.v4 import new_output
 
 from autograder import build
-from autograder.course import Chapter, select
+from autograder.course import Chapter
 from docs import chapters as pages
 from docs import reference
 from docs.site import ROOT, _guide, accessible
+from tests.site.hidden import Hidden
 
 SOURCE = '''# %% [markdown] id="title"
 # # 1. A chapter
@@ -129,20 +130,20 @@ def test_a_run_of_another_source_is_refused(built, cell_id):
         pages.page(built, executed, "a machine")
 
 
-def test_secrets_are_the_lines_that_release_removes(built):
-    assert pages.secrets(built.cells, built.release) == [
-        "Themodelanswer,whichnostudentmayreadbeforehandingin.",
-        "return16*parameters+the_part_that_is_secret",
-    ]
-
-
-def test_secrets_of_the_course_are_many_and_not_in_its_notebooks():
-    for chapter in select(ROOT):
-        item = build.build(chapter)
-        found = pages.secrets(item.cells, item.release)
-        assert len(found) > 30, chapter.name
-        given = pages.squeeze(build.to_text(item.release))
-        assert not [line for line in found if line in given]
+def test_hidden_lines_are_found_and_given_ones_are_not(built):
+    hidden = Hidden([built])
+    assert hidden.code == {"return 16 * parameters + the_part_that_is_secret"}
+    assert hidden.prose == {"Themodelanswer,whichnostudentmayreadbeforehandingin."}
+    assert hidden.found(build.to_text(built.release)) == []
+    assert (
+        len(
+            hidden.found(
+                "The model answer, which no student may\nread before handing in.\n    " + min(hidden.code)
+            )
+        )
+        == 2
+    )
+    assert hidden.found_anywhere('"def f():\\n    return 16 * parameters + the_part_that_is_secret\\n"')
 
 
 def test_points_in_words(built):
