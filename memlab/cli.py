@@ -328,6 +328,18 @@ def plan(
         str | None,
         typer.Option(help="between machines [by the card's age]", metavar="LINK", show_default=False),
     ] = None,
+    host_link: Annotated[
+        str | None,
+        typer.Option(help="between card and host [the card's]", metavar="LINK", show_default=False),
+    ] = None,
+    host_memory_link: Annotated[
+        str | None,
+        typer.Option(
+            help="between CPU and memory, for updates there [by the card's kind]",
+            metavar="LINK",
+            show_default=False,
+        ),
+    ] = None,
     mfu: Annotated[float, typer.Option(help="share of the dense peak that is reached", metavar="P")] = 0.4,
     engine: Annotated[
         str | None,
@@ -365,14 +377,15 @@ def plan(
         start=Recipe.from_toml(recipe) if recipe is not None else None,
         host_bytes=parse_bytes(host_memory) if host_memory is not None else None,
         nvme_bytes=parse_bytes(nvme) if nvme is not None else None,
-        intra_link=link, inter_link=inter_link, mfu=mfu,
-        allow={"lora_rank": (None, 16)} if lora else None,
+        intra_link=link, inter_link=inter_link, host_link=host_link, host_memory_link=host_memory_link,
+        mfu=mfu, allow={"lora_rank": (None, 16)} if lora else None,
     )  # fmt: skip
+    traces = trace and bool(found.candidates or found.tight)
     if not as_json:
-        _print(found)
+        _print(found.render(limits=not traces))
         sys.stdout.flush()
     sure = None
-    if trace and (found.candidates or found.tight):
+    if traces:
         sure = found.confirm(functools.partial(_traced, model, found))
         if not as_json:
             _print("\n" + sure.render())

@@ -101,8 +101,8 @@ class Assumptions:
             f"{self.mfu:.0%} of the card's dense peak (mfu); parts are added, nothing overlaps",
             f"{self.gpus_per_node} GPUs a machine, joined by {_speed(self.intra_link)}; "
             f"machines by {_speed(self.inter_link)} a GPU",
-            f"host over {_speed(self.host_link)} a GPU; a machine's memory {_speed(self.host_memory)}, by "
-            f"the card's kind; one {_speed(self.nvme_link)}",
+            f"host over {_speed(self.host_link)} a GPU; a machine's memory {_speed(self.host_memory)}; one "
+            f"{_speed(self.nvme_link)}",
             f"ways within {COST_DOUBT:.0%} of each other count as equal: mfu isn't the same for all, and "
             "some of the traffic overlaps with compute",
             f"{self.launch * 1e6:g} us a kernel at least",
@@ -231,12 +231,16 @@ class Confirmed:
     """What traces said: `best` runs; `tried` are (candidate, traced peak or None: out of memory).
 
     reasons: why each was traced. left: ways that fit by closed form and weren't traced.
+    largest_micro_batch, longest_sequence: with `best` and nothing else changed, by closed form, and at least
+    what its trace has shown; 0: nothing runs, or images have no sequence.
     """
 
     best: Candidate | None
     tried: tuple[tuple[Candidate, int | None], ...]
     reasons: tuple[str, ...] = ()
     left: int = 0
+    largest_micro_batch: int = 0
+    longest_sequence: int = 0
 
     def render(self, width: int = 100) -> str:
         """The headline, then what was traced, fastest first, in lines of at most `width` columns."""
@@ -252,6 +256,8 @@ class Confirmed:
             )  # fmt: skip
             if self.best.numerics:
                 lines += _wrap("changes training: " + "; ".join(self.best.numerics), width)
+            most = _limits("with it", self.largest_micro_batch, self.longest_sequence)
+            lines += _wrap(f"{most} (closed form)", width)
         lines.append(f"{'traced on the virtual card':<{width - 40}}"
                      f"{'formula GB':>12}{'trace GB':>10}{'a batch':>10}{'':>8}".rstrip())  # fmt: skip
         rows = zip(self.tried, self.reasons or ("",) * len(self.tried), strict=True)
@@ -268,6 +274,8 @@ class Confirmed:
     def to_dict(self) -> dict[str, Any]:
         return {
             "best": self.best.to_dict() if self.best else None,
+            "largest_micro_batch": self.largest_micro_batch,
+            "longest_sequence": self.longest_sequence,
             "not_traced": self.left,
             "tried": [
                 {
@@ -295,7 +303,8 @@ class Plan:
     nearest              the recipe with the smallest peak, where nothing fits
     bound                'states', 'activations' or 'logits': what stands in the way of the start
     largest_micro_batch, longest_sequence   with `best` (else the start) and nothing else changed; 0: none
-    searched, seconds    how many recipes were ranked
+    limits               the same for another recipe
+    searched             how many recipes were ranked
     """
 
     model: str
@@ -323,6 +332,7 @@ class Plan:
     uncertainty: tuple[tuple[str, int, str], ...]
     notes: tuple[str, ...]
     parameter_count: int
+    limits: Callable[[Recipe], tuple[int, int]] = field(repr=False, compare=False)
 
     @property
     def best(self) -> Candidate | None:
@@ -382,7 +392,12 @@ class Plan:
                 left.remove(candidate)
                 if peak is not None:
                     break
-        return Confirmed(winner, tuple(tried), tuple(reasons), len(left))
+        # a trace may run where the closed form is unsure
+        most, longest = self.limits(winner.recipe)
+        return Confirmed(
+            winner, tuple(tried), tuple(reasons), len(left), max(most, winner.recipe.micro_batch),
+            max(longest, winner.recipe.sequence or 0),
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; sizes are integers in bytes."""
@@ -418,9 +433,13 @@ class Plan:
     def __str__(self) -> str:
         return self.render()
 
-    def render(self, width: int = 100) -> str:
-        """The whole plan as text of at most `width` columns."""
-        return "\n".join(_page(self, width))
+    def render(self, width: int = 100, limits: bool = True) -> str:
+        """The whole plan as text of at most `width` columns.
+
+        limits: with what the best recipe fits at most; left to `Confirmed` where traces are still to decide
+        which recipe that is.
+        """
+        return "\n".join(_page(self, width, limits))
 
 
 # -- the question ----------------------------------------------------------------------------------------
@@ -461,6 +480,8 @@ def plan(
     nvme_bytes: int | None = None,
     intra_link: str | Link | None = None,
     inter_link: str | Link | None = None,
+    host_link: str | Link | None = None,
+    host_memory_link: str | Link | None = None,
     mfu: float = 0.4,
     allow: Mapping[str, Sequence[Any]] | None = None,
 ) -> Plan:
@@ -472,6 +493,8 @@ def plan(
         once. Its world_size becomes `count`.
     host_bytes, nvme_bytes: what a machine has for offload. None: host memory isn't limited, NVMe not used.
     intra_link, inter_link: between GPUs of one machine, and of two; by default the card's own and `NETWORKS`.
+    host_link, host_memory_link: what offload goes over: between a GPU and its host, a CPU and its memory; by
+        default the card's own, and what stands beside cards of its kind.
     mfu: see `Assumptions`.
     allow: {field of Recipe: values that may be used}, to narrow the search, or to widen it:
         {"lora_rank": (None, 16)}.
@@ -489,7 +512,7 @@ def plan(
         raise ValueError(f"mfu must be above 0 and at most 1, not {mfu!r}")
     return _Planner(
         config, card, count, effective_batch, sequence, start, host_bytes, nvme_bytes,
-        _assume(card, intra_link, inter_link, float(mfu)), allow or {},
+        _assume(card, intra_link, inter_link, float(mfu), host_link, host_memory_link), allow or {},
     ).plan()  # fmt: skip
 
 
@@ -497,7 +520,14 @@ def plan(
 _DESKTOP = ("GDDR6X", "GDDR7")
 
 
-def _assume(card: GPU, intra: str | Link | None, inter: str | Link | None, mfu: float) -> Assumptions:
+def _assume(
+    card: GPU,
+    intra: str | Link | None,
+    inter: str | Link | None,
+    mfu: float,
+    host: str | Link | None = None,
+    memory: str | Link | None = None,
+) -> Assumptions:
     def named(link: str | Link) -> Link:
         networks = {network.name.lower(): network for network in NETWORKS.values()}
         found = networks.get(link.lower()) if isinstance(link, str) else None
@@ -507,9 +537,9 @@ def _assume(card: GPU, intra: str | Link | None, inter: str | Link | None, mfu: 
         mfu=mfu,
         intra_link=named(intra or card.peer_link or card.host_link),
         inter_link=named(inter) if inter else NETWORKS[card.host_link],
-        host_link=hardware.link(card.host_link),
+        host_link=named(host or card.host_link),
         nvme_link=hardware.link("NVMe"),
-        host_memory=hardware.link("DDR5-desktop" if card.memory_kind in _DESKTOP else "DDR5-server"),
+        host_memory=named(memory or ("DDR5-desktop" if card.memory_kind in _DESKTOP else "DDR5-server")),
     )
 
 
@@ -1550,6 +1580,14 @@ class _Planner:
 
     # limits
 
+    def limits(self, recipe: Recipe) -> tuple[int, int]:
+        """(largest micro-batch, longest sequence) that fit with nothing else changed; 0: none."""
+        longest = 0
+        if isinstance(self.config, TransformerConfig):
+            most = self.config.context if self.config.positions == "learned" else 2**22
+            longest = self._largest(recipe, "sequence", most)
+        return self._largest(recipe, "micro_batch", 2**20), longest
+
     def _largest(self, recipe: Recipe, name: str, most: int) -> int:
         """The largest value of a field with which the recipe fits: doubling, then bisection."""
 
@@ -1579,10 +1617,7 @@ class _Planner:
         candidates = tuple(self._candidate(*one) for one in found.candidates)
         base = candidates[0].recipe if candidates else self.start
         bound, why = self.bound()
-        context = self.config.context if isinstance(self.config, TransformerConfig) else 0
-        longest = 2**22
-        if isinstance(self.config, TransformerConfig) and self.config.positions == "learned":
-            longest = context
+        largest_micro_batch, longest_sequence = self.limits(base)
         chosen = candidates[0].peak_bytes if candidates else start.peak
         doubt = self.uncertainty(base, chosen)
         known = self.card.context_source or "assumed: 0.14 GB (T4) to 1.4 GB (V100, CUDA 11) are reported"
@@ -1613,8 +1648,9 @@ class _Planner:
             nearest=None if candidates else self._nearest(found.families),
             bound=bound,
             bound_why=why,
-            largest_micro_batch=self._largest(base, "micro_batch", 2**20),
-            longest_sequence=self._largest(base, "sequence", longest) if self.transformer else 0,
+            largest_micro_batch=largest_micro_batch,
+            longest_sequence=longest_sequence,
+            limits=self.limits,
             searched=found.searched,
             assumptions=self.assumptions,
             uncertainty=(("context", self.context, known), *doubt),
@@ -1716,7 +1752,12 @@ def _wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-def _page(plan: Plan, width: int) -> list[str]:
+def _limits(whose: str, micro_batch: int, sequence: int) -> str:
+    longest = f", longest sequence {sequence:,}" if sequence else ""
+    return f"{whose} and nothing else changed: largest micro-batch {micro_batch:,}{longest}"
+
+
+def _page(plan: Plan, width: int, limits: bool) -> list[str]:
     def wrapped(text: str, indent: str = "") -> list[str]:
         return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  ",
                              break_on_hyphens=False)  # fmt: skip
@@ -1784,11 +1825,9 @@ def _page(plan: Plan, width: int) -> list[str]:
         ]
         lines += [line for c in plan.tight for line in _ranked(c, width)]
     lines.append("")
-    whose = "with the best recipe" if plan.best else "with the starting recipe"
-    longest = f", longest sequence {plan.longest_sequence:,}" if plan.start.sequence else ""
-    lines += wrapped(
-        f"{whose} and nothing else changed: largest micro-batch {plan.largest_micro_batch:,}{longest}"
-    )
+    if limits:
+        whose = "with the best recipe" if plan.best else "with the starting recipe"
+        lines += wrapped(_limits(whose, plan.largest_micro_batch, plan.longest_sequence))
     lines.append("assumed:")
     for line in plan.assumptions.lines():
         lines += wrapped(line, "  ")

@@ -105,15 +105,14 @@ def test_one_walk_answers_for_every_micro_batch(fields, name, adapters, device, 
 
 
 def test_a_single_sample_may_need_a_walk_of_its_own():
-    """It is spared copies per head (eager) and shares the shape of learned positions."""
-    for name, attention in (("gpt2", "sdpa"), ("tinyllama-1.1b", "eager")):
-        config = models.model(name)
-        single = Recipe(attention=attention, sequence=64)
-        assert not in_proportion(config, single) and in_proportion(config, single.replace(micro_batch=2))
-        every, walked = Walk(config, single, "cuda", ANY), Walk(config, single, "cuda")
-        every.run()
-        walked.run()
-        assert largest(every.noted, 1)[0] != walked.peaks
+    """It is spared copies per head (eager); learned positions have its shape."""
+    config = models.model("bert-base")
+    single = Recipe(attention="eager", checkpointing="full", precision="bf16", optimizer="sgd")
+    assert not in_proportion(config, single) and in_proportion(config, single.replace(micro_batch=2))
+    every, walked = Walk(config, single, "cpu", ANY), Walk(config, single, "cpu")
+    every.run()
+    walked.run()
+    assert largest(every.noted, 1)[0] != walked.peaks
 
 
 def test_engine_terms_say_why():
@@ -199,6 +198,7 @@ def test_largest_micro_batch_and_longest_sequence():
     n = found.largest_micro_batch
     assert made.fits(found.best.recipe.replace(micro_batch=n))
     assert not made.fits(found.best.recipe.replace(micro_batch=n + 1))
+    assert found.limits(found.best.recipe) == (n, found.longest_sequence)
     assert found.longest_sequence == 1024  # learned positions
     rope = plan("smollm2-135m", "T4", effective_batch=1)
     made = planner("smollm2-135m", hardware.gpu("T4"))
@@ -317,6 +317,16 @@ def test_mfu_and_links_are_in_the_answer():
     assert "PCIe3" in slow.best.cost.bytes and "NVLink3" in fast.best.cost.bytes
     assert "20%" in slow.render() and "PCIe3 (16 GB/s)" in slow.render()
     assert slow.assumptions.inter_link.name == "InfiniBand-NDR"
+    moved = {
+        "start": Recipe(offload=("optimizer_states:cpu",)),
+        "allow": {"offload": [("optimizer_states:cpu",)]},
+    }
+    own = plan("gpt2", "A100-80GB", **moved).best.cost.seconds
+    other = plan("gpt2", "A100-80GB", host_link="PCIe3", host_memory_link="DDR5-desktop", **moved)
+    half = other.best.cost.seconds
+    assert half["offload"] == pytest.approx(2 * own["offload"], rel=0.01)
+    assert half["CPU update"] == pytest.approx(4 * own["CPU update"])
+    assert "host over PCIe3" in other.render() and "DDR5-desktop (77 GB/s)" in other.render()
 
 
 def test_text_and_json(seventy):
@@ -372,6 +382,26 @@ def test_confirm_takes_the_first_that_runs():
     assert nothing.best is None and nothing.render().startswith("nothing confirmed fits: ")
     assert len(nothing.tried) <= 8 and "--" not in nothing.render()
     assert max(map(len, sure.render().splitlines())) <= 100
+
+
+def test_what_fits_at_most_belongs_to_the_confirmed_winner():
+    found = plan("gpt2", small_card(3), effective_batch=8)
+    last = found.candidates[-1]
+    assert last.recipe != found.best.recipe
+    sure = found.confirm(lambda recipe: 1 if recipe == last.recipe else None, most=20)
+    assert sure.best == last
+    made = planner("gpt2", small_card(3), batch=8)
+    assert (sure.largest_micro_batch, sure.longest_sequence) == found.limits(last.recipe)
+    assert made.fits(last.recipe.replace(micro_batch=sure.largest_micro_batch))
+    assert not made.fits(last.recipe.replace(micro_batch=sure.largest_micro_batch + 1))
+    assert f"largest micro-batch {sure.largest_micro_batch:,}" in " ".join(sure.render().split())
+    assert "largest micro-batch" in found.render() and "largest micro-batch" not in found.render(limits=False)
+    nothing = found.confirm(lambda recipe: None)
+    assert nothing.largest_micro_batch == 0 and "largest micro-batch" not in nothing.render()
+    if found.tight:  # a trace has shown that it runs: its own size is the least that is said
+        tight = found.confirm(lambda recipe: 1)
+        assert tight.largest_micro_batch >= tight.best.recipe.micro_batch
+        assert tight.longest_sequence >= tight.best.recipe.sequence
 
 
 def test_confirm_goes_on_to_the_largest_margins_and_says_why():
@@ -443,13 +473,16 @@ def test_command(run, tmp_path):
     start.write_text('precision = "fp32"\nmicro_batch = 4\n')
     code, out, err = run(
         "plan", "gpt2", "--gpu", "t4", "--seq", 256, "--effective-batch", 16, "--recipe", start, "--lora",
-        "--host-memory", "64 GiB", "--nvme", "1TB", "--no-trace", "--export", "fsdp2",
+        "--host-memory", "64 GiB", "--host-link", "pcie5", "--host-memory-link",
+        "DDR5-desktop", "--nvme", "1TB", "--no-trace", "--export", "fsdp2",
         "--out", tmp_path / "o", "--json",
     )  # fmt: skip
     assert (code, err) == (0, "")
     data = json.loads(out)
     assert data["effective_batch"] == 16 and data["start"]["recipe"]["micro_batch"] == 4
     assert data["confirmed"] is None and data["export"]["engine"] == "fsdp2"
+    assert data["assumptions"]["host_link"]["name"] == "PCIe5"
+    assert data["assumptions"]["host_memory"]["name"] == "DDR5-desktop"
     assert (tmp_path / "o" / "train_fsdp2.py").exists()
 
 
@@ -457,6 +490,9 @@ def test_command_traces_the_winner(run):
     code, out, err = run("plan", "gpt2", "--gpu", "T4", "--seq", 64)
     assert code == 0 and "traced on the virtual card" in out and "runs" in out
     assert err.startswith("tracing ")
+    assert (
+        out.index("largest micro-batch") > out.index("confirmed by") and out.count("largest micro-batch") == 1
+    )
     assert max(map(len, out.splitlines())) <= 100
 
 
