@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,8 +58,9 @@ class Background:
         )
         assert self.process.stdin is not None
         order = {"model": model, "recipe": recipe.to_dict(), "gpu": gpu}
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.process.stdin.flush()
+        with suppress(OSError):  # dead already: how it ended is said when its output is read
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
         self._thread = threading.Thread(target=self._follow, name="memlab trace", daemon=True)
         self._thread.start()
 
@@ -100,8 +102,9 @@ class Background:
             self.process.kill()
         code = self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
         if not self._cancelled:
             if outcome is None:
                 outcome = {"error": f"the process of the trace ended without a result ({_ended(code)})"}

@@ -110,10 +110,10 @@ _SEVEN = {
 }  # fmt: skip
 _LEVER_OF = {
     "micro_batch": 1, "precision": 2, "accumulation": 3, "checkpointing": 4, "segment": 4, "attention": 5,
-    "zero_stage": 6, "ranks": 6, "way": 6, "offload": 7,
+    "zero_stage": 6, "ranks": 6, "way": 6, "batch": 3, "offload": 7,
 }  # fmt: skip
 _NO_LEVER = {
-    "model": "another model", "gpu": "another card", "sequence": "another job", "batch": "another job",
+    "model": "another model", "gpu": "another card", "sequence": "another job",
     "optimizer": "another optimizer, which changes training",
     "ranks": "data parallelism, which shares no memory",
 }  # fmt: skip
@@ -124,9 +124,9 @@ class View:
     """What an explorer says about one set of choices.
 
     finding, header, rows, note: the lesson of the chapter, with a table. change: what the last change did.
-    now, before: the step and the one before the change; bars: more steps to compare, {label: {consumer:
-    bytes}}; log_bars: (label, value, value in words) to compare over powers of ten. draw: makes the figure of
-    the static twin.
+    now, before: the step and the one before the change. bars: more steps to compare, {label: {consumer:
+    bytes}}; chosen: the label of the one chosen. log_bars: (label, value, value in words), to compare over
+    powers of ten. draw: makes the figure of the static twin.
     """
 
     finding: str
@@ -138,6 +138,7 @@ class View:
     now: Step | None = None
     before: Step | None = None
     bars: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    chosen: str = ""
     log_bars: tuple[tuple[str, float, str], ...] = ()
 
     @property
@@ -183,7 +184,11 @@ class View:
         if self.bars or self.log_bars or self.rows:
             parts.append(f"<p style='margin:0.8em 0 0.2em'><b>{html.escape(self.finding)}</b></p>")
         if self.bars and self.now is not None:
-            parts.append(plots.html_bars(self.bars, self.now.capacity, self.now.gpu, small=True))
+            parts.append(
+                plots.html_bars(
+                    self.bars, self.now.capacity, self.now.gpu, {self.chosen: "chosen"}, small=True
+                )
+            )
         if self.log_bars:
             parts.append(plots.html_log_bars(self.log_bars))
         if self.rows:
@@ -596,8 +601,8 @@ def _traced(step: Step, outcome: Mapping[str, Any]) -> tuple[str, str]:
     )
     if step.recipe.master_dtype and step.recipe.zero_stage >= 2:
         note += (
-            " The formula is ZeRO's: 16-bit shards beside fp32 masters; PyTorch's fully_shard, as traced, has "
-            "the fp32 shards alone."
+            " The formula is ZeRO's: 16-bit shards beside fp32 masters; PyTorch's fully_shard, as traced, "
+            "has the fp32 shards alone."
         )
     why = ""
     if reasons:
@@ -660,7 +665,15 @@ def _recipe(choices: Choices, **fixed: Any) -> recipe.Recipe:
     config = models.model(choices["model"])
     taken = {
         key: choices[key]
-        for key in ("precision", "micro_batch", "sequence", "checkpointing", "attention", "zero_stage")
+        for key in (
+            "precision",
+            "micro_batch",
+            "sequence",
+            "checkpointing",
+            "attention",
+            "zero_stage",
+            "offload",
+        )
         if key in choices
     }
     if "optimizer" in choices:
@@ -880,6 +893,10 @@ def _segments_step(choices: Choices, segment: int | None = None) -> Step:
     return _step(choices, precision="bf16", checkpointing=f"every-{length}" if length else "none")
 
 
+def _segmented(length: int) -> str:
+    return f"{length} a segment:" if length else "no segments:"
+
+
 def _segments_view(controls: Sequence[Control], now: Choices, before: Choices | None = None) -> View:
     config, card = models.model(now["model"]), hardware.gpu(now["gpu"])
     assert isinstance(config, models.TransformerConfig)
@@ -921,9 +938,9 @@ def _segments_view(controls: Sequence[Control], now: Choices, before: Choices | 
     return View(
         finding, header, tuple(rows), f"{step.note()} {note}", draw,
         change=_step_change(controls, now, before, step, earlier), now=step, before=earlier,
+        chosen=_segmented(min(now["segment"], config.layers)),
         bars={
-            f"{row[0]} a segment:" if i else "no segments:": f.consumers_at_peak()
-            for i, (row, f) in enumerate(zip(rows, (plain, *found.values()), strict=True))
+            _segmented(n): f.consumers_at_peak() for n, f in ((0, plain), *found.items())
         },
     )  # fmt: skip
 
@@ -1015,6 +1032,7 @@ def _stages_view(controls: Sequence[Control], now: Choices, before: Choices | No
         finding, header, rows, f"{note} {step.note()}",
         lambda: plots.consumers(held, capacity=card.memory_bytes, title=finding, what="states of one rank"),
         change=_step_change(controls, now, before, step, earlier), now=step, before=earlier,
+        chosen=f"states, {_STAGES[step.recipe.zero_stage]}:",
         bars={f"states, {name}:": row for name, row in held.items()},
     )  # fmt: skip
 
@@ -1123,6 +1141,7 @@ def _micro_batch_view(controls: Sequence[Control], now: Choices, before: Choices
     return View(
         finding, header, tuple(rows), note, draw,
         change=_step_change(controls, now, before, step, earlier), now=step, before=earlier,
+        chosen=f"micro-batch {now['micro_batch']}:",
         bars={f"micro-batch {n}:": found.consumers_at_peak() for n, found in held.items()},
     )  # fmt: skip
 

@@ -912,6 +912,29 @@ table(
 # `reset_peak_memory_stats()`: exact peaks of one step. `nvidia-smi` samples, counts the cache and the context, and all
 # processes on the card.
 
+# %% [markdown] id="step"
+# ## 1.7 Does a step of a real model fit?
+#
+# Everything so far was about bytes in general. This is the question of the course: one training step of a model that you
+# know, on a card that you choose. Move one control at a time: the lines say what the change did, signed and in bytes.
+# *Trace it* runs the step on tensors without storage, counts every allocation as section 1.5 did, and puts what it
+# counted beside the formula. **With how many texts at once does GPT-2 fill a T4, and what doesn't change when you double
+# them?** (Without a running kernel you see the starting point.)
+
+# %% id="step-run"
+widgets.one_step("gpt2", "T4")
+
+# %% id="step-answer"
+recipe = memlab.Recipe(precision="fp32")
+one, two = (memlab.compute("gpt2", recipe.replace(micro_batch=n), gpu="T4") for n in (1, 2))
+room = hardware.gpu("T4").memory_bytes
+each = two.peak_bytes - one.peak_bytes
+print(f"1 text: {format_bytes(one.peak_bytes)} at the peak; each further one {format_bytes(each)}; "
+      f"{1 + (room - one.peak_bytes) // each} fit in {format_bytes(room)}")
+same = [name for name, held in one.consumer_peaks().items() if held == two.consumer_peaks()[name]]
+print("the same with two:", ", ".join(name.replace("_", " ") for name in same))
+assert same[0] == "parameters" and "activations" not in same
+
 # %% [markdown] id="wall"
 # ## To pin to the wall
 #

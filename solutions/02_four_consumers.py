@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memlab
-from memlab import hardware, models, plots, published
+from memlab import hardware, models, plots, published, viewer
 from memlab.units import GB, format_bytes, format_count, format_gb
 
 lab = memlab.begin("02_four_consumers", device=device, size=size, seed=seed)
@@ -77,11 +77,12 @@ except torch.OutOfMemoryError as error:
 # It doesn't, and the message names an operator that you didn't write: the backward of the loss wanted room for one more tensor
 # of the size of the logits, 8 x 1024 tokens x a vocabulary of 50,257 x 4 bytes (rounded up to whole 2 MiB, as CUDA's allocator
 # does with large tensors). What would the step have taken? Without a limit the same trace runs to its end, and each allocation
-# and each free is on record, with the consumer that it belongs to.
+# and each free is on record, with the consumer that it belongs to. (With a running kernel the record itself is below the
+# figure: click on a moment to see what is alive then, layer by layer.)
 
 # %% id="picture-run"
 step = memlab.trace_step(gpt2, plain)
-plots.timeline(step, budget=t4.memory_bytes)
+viewer.show(step, budget=t4.memory_bytes)
 
 # %% [markdown] id="picture-read"
 # This is the picture to keep in mind for the rest of the course. Time runs to the right, in allocations rather than
@@ -940,8 +941,9 @@ memlab.check("2.5", min_cards, train_days)
 # %% [markdown] id="explore"
 # ## 9. Your own model
 #
-# Change one thing at a time and watch which consumer answers, and when the peak moves to another phase. Without a running
-# kernel you see the starting point: the table and the figure.
+# Change one thing at a time and watch which consumer answers, and when the peak moves to another phase. All of it is
+# computed, at once; *Trace it* runs the step that you chose on tensors without storage and shows how far the formula is
+# from it. Without a running kernel you see the starting point: the table and the figure.
 
 # %% id="explore-run"
 from memlab import widgets

@@ -1004,7 +1004,8 @@ for way in ("none", "full"):
 
 # %% [markdown] id="explorer"
 # Which segment is best for *your* model? Two questions to take along: for which model is one block a segment *not*
-# the best? And when does the length of a segment stop mattering, because the peak is in another phase?
+# the best? And when does the length of a segment stop mattering, because the peak is in another phase? *Trace it* checks
+# the formula against the step that you chose.
 
 # %% id="explorer-run"
 widgets.checkpoint_segments("llama2-7b", "A100-80GB")

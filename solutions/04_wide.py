@@ -976,7 +976,8 @@ memlab.check("4.6", zero, Zero1)
 # ## 8. Your own model
 #
 # Choose a model, a card and a number of ranks, and see what each stage leaves. **What is the least number of A100s for
-# LLaMA-2-70B?** (States alone: leave room for activations and the gathered layer.)
+# LLaMA-2-70B?** (States alone: leave room for activations and the gathered layer.) The bars on top are the whole step of
+# the stage chosen. *Trace it* runs PyTorch's own sharding of it, one rank of all.
 
 # %% id="explore-run"
 from memlab import widgets

@@ -1163,7 +1163,8 @@ plots.timeline(fits, budget=card.memory_bytes, title="Two of the four micro-batc
 # ## 12. Your own model
 #
 # Which micro-batch is the largest that fits, and how often must it run for one step? Change the card, the length, the
-# attention. Without a running kernel you see the starting point.
+# attention. *Trace it* checks the formula against the step that you chose. Without a running kernel you see the starting
+# point.
 
 # %% id="explore-run"
 from memlab import widgets

@@ -916,7 +916,8 @@ if lab.size == "normal":
 # ## 9. The seven steps, for any model
 #
 # Choose a model, cards, a batch and a length, and watch the article's seven steps one after the other against the
-# card. **Find a job in which bf16 makes the peak higher, and one in which only the last step helps.**
+# card. The numbered controls are the same steps, for you to take in any order. **Find a job in which bf16 makes the peak
+# higher, and one in which only the last step helps.** *Trace it* checks the formula against the step that you chose.
 
 # %% id="explore-run"
 widgets.seven_steps(model="llama2-7b", gpu="A100-80GB", cards=8)

@@ -587,7 +587,8 @@ memlab.check("7.3", comm, break_even)
 
 # %% [markdown] id="q4-explore"
 # Now with real models. The weights of a block aren't always $12h^2$, and the embeddings are sharded, too. **How many
-# texts of 4,096 tokens does LLaMA-2-70B need in a micro-batch before ZeRO-3 sends less than tensor parallelism?**
+# texts of 4,096 tokens does LLaMA-2-70B need in a micro-batch before ZeRO-3 sends less than tensor parallelism?** And
+# what does each way leave on a card: its step is in the bars, and *Trace it* runs PyTorch's own.
 
 # %% id="q4-explore-run"
 widgets.traffic(model="llama2-70b")

@@ -1,12 +1,18 @@
+import itertools
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memlab import hardware, units, widgets
 from memlab.footprint import footprint
 from memlab.recipe import Recipe
+from memlab.report import trace_step
 
 EXPLORERS = {
     "memory_levels": widgets.memory_levels,
@@ -52,10 +58,13 @@ def test_every_control_has_a_label_and_its_start_among_the_options(explorer):
 def test_every_choice_gives_a_view_or_one_clear_line(explorer):
     for control in explorer.controls:
         given = 0
-        for _, value in control.options:
+        for i, (_, value) in enumerate(control.options):
             now = {**explorer.start, control.key: value}
             try:
-                view = explorer.show(now, explorer.start)
+                whole = i % 4 == 0  # the step alone takes a tenth of the time
+                view = (None if whole else explorer.quick(now, explorer.start)) or explorer.show(
+                    now, explorer.start
+                )
             except ValueError as error:
                 assert "\n" not in str(error) and len(str(error)) < 250
                 continue
@@ -229,3 +238,160 @@ def test_the_seven_steps_agree_with_the_footprint():
 def test_the_seven_steps_refuse_fewer_samples_than_cards():
     with pytest.raises(ValueError, match="one sample for each"):
         widgets.seven_steps("gpt2", "T4", cards=8, batch=4)
+
+
+# -- what the live part remembers ---
+
+
+def test_the_last_of_many_changes_wins_and_is_counted_from_where_it_began():
+    made, boxes = live(widgets.four_consumers("gpt2", "T4"))
+    for value in (2, 4, 8, 64, 16):
+        boxes["Micro-batch"].value = value
+    assert "Micro-batch 1 → 16" in made.status.value and "micro-batch 16," in made.lesson.value
+    boxes["Checkpointing"].value = "full"
+    assert "Checkpointing none → full" in made.status.value and "Micro-batch" not in made.status.value
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_order_of_changes_ends_in_the_view_of_the_last_choices(data):
+    explorer = widgets.four_consumers("gpt2", "T4")
+    made, _ = live(explorer)
+    for _ in range(data.draw(st.integers(1, 6))):
+        control = data.draw(st.sampled_from(explorer.controls))
+        made.boxes[control.key].value = data.draw(st.sampled_from([value for _, value in control.options]))
+    now = {key: box.value for key, box in made.boxes.items()}
+    try:
+        step = widgets._step(now)
+        expected = step.footprint
+    except ValueError as error:
+        if now != explorer.start:
+            assert str(error).split("'")[0] in made.status.value
+        return
+    if made.valid == now and made.moving:
+        assert units.format_bytes(expected.peak_bytes) in made.status.value
+        before = widgets._step(made.before).footprint
+        assert widgets._signed(expected.peak_bytes - before.peak_bytes) in made.status.value
+
+
+def test_an_error_in_a_callback_is_a_line(monkeypatch):
+    explorer = widgets.four_consumers("gpt2", "T4")
+    made, boxes = live(explorer)
+    monkeypatch.setattr(explorer, "show", lambda now, before: {}["lost"])
+    boxes["Micro-batch"].value = 2
+    assert "The explorer failed: KeyError: &#x27;lost&#x27;" in made.status.value and not made.answer.value
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_quick_part_of_a_view_is_that_of_the_whole(name):
+    explorer = EXPLORERS[name]()
+    for control in explorer.controls:
+        for _, value in itertools.islice(control.options, 3):
+            now = {**explorer.start, control.key: value}
+            quick = explorer.quick(now, explorer.start)
+            if quick is not None:
+                whole = explorer.show(now, explorer.start)
+                assert (quick.status(), quick.step_html()) == (whole.status(), whole.step_html())
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"precision": "fp32"}, "step 2 of the seven, mixed precision"),
+        ({"checkpointing": "full"}, "step 4 of the seven, checkpointing"),
+        ({"attention": "eager"}, "step 5 of the seven, SDPA or flash"),
+        ({"ranks": 8}, "data parallelism, which shares no memory"),
+        ({"zero_stage": 3}, "ZeRO shards over ranks, and there is one"),
+        ({"zero_stage": 3, "ranks": 8}, "ZeRO none → stage 3, Ranks 1 → 8"),
+        ({"sequence": 4096}, "gpt2 has 1,024 positions and no more"),
+        ({"optimizer": ("sgd", "foreach")}, "none of the seven steps"),
+    ],
+)
+def test_a_change_names_its_step_of_the_seven(changed, says):
+    assert says in consumers(**changed).change
+
+
+# -- trace it ---
+
+
+def trace(made):
+    made._trace(None)
+    run = made.run
+    assert run is None or run.wait(120)
+    return made
+
+
+def test_trace_it_gives_the_trace_beside_the_formula():
+    made, boxes = live(widgets.four_consumers("gpt2", "T4"))
+    boxes["Sequence"].value = 128
+    trace(made)
+    expected = trace_step("gpt2", Recipe(precision="amp-fp16", sequence=128), gpu="T4", limit=2**62)
+    formula = footprint("gpt2", Recipe(precision="amp-fp16", sequence=128), "T4")
+    assert f"Traced: peak {units.format_bytes(expected.peak_bytes)} in" in made.traced.value
+    assert widgets._signed(formula.peak_bytes - expected.peak_bytes) in made.traced.value
+    assert f"{len(expected):,} allocations" in made.result.value
+    assert made.start_button.disabled is False and made.cancel_button.layout.display == "none"
+    boxes["Micro-batch"].value = 2
+    assert not made.traced.value and not made.result.value  # it was another step's
+
+
+def test_a_sharded_step_is_traced_too():
+    explorer = widgets.zero_stages("gpt2", "T4", ranks=4)
+    made = trace(widgets._Live(explorer))
+    assert "Traced: peak" in made.traced.value and "fully_shard" in made.result.value
+
+
+def test_cancel_ends_the_child_and_its_result_never_comes():
+    made, boxes = live(widgets.four_consumers("llama2-70b", "H200"))
+    made._trace(None)
+    run = made.run
+    assert "Tracing" in made.traced.value and made.start_button.disabled
+    made._trace(None)
+    assert made.run is run  # one at a time
+    made._cancel()
+    assert "Trace cancelled" in made.traced.value and not made.start_button.disabled
+    assert run.wait(20) and run.process.returncode != 0
+    assert "Trace cancelled" in made.traced.value and not made.progress.value
+    made._trace(None)
+    run = made.run
+    boxes["Micro-batch"].value = 2
+    assert "a choice changed" in made.traced.value and run.wait(20)
+
+
+def test_what_cannot_be_traced_is_one_clear_line(monkeypatch):
+    made, boxes = live(widgets.four_consumers("gpt2", "T4"))
+    boxes["Attention"].value = "flash"
+    assert "Not traced: attention flash needs" in trace(made).traced.value
+    boxes["Attention"].value = "sdpa"
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert "ended without a result (exit code 1)" in trace(made).traced.value
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert "Not traced: The explorer failed: FileNotFoundError" in trace(made).traced.value
+
+
+def test_a_refusal_in_the_child_is_a_line():
+    made, boxes = live(widgets.seven_steps("gpt2", "T4", cards=2))
+    boxes["6 ZeRO"].value, boxes["7 Offload"].value = 1, ("optimizer_states:cpu",)
+    assert "Not traced: RecipeError: " in trace(made).traced.value
+
+
+def test_the_child_ends_with_who_started_it():
+    script = (
+        "import time; from memlab.background import Background; from memlab.recipe import Recipe\n"
+        "run = Background('llama2-70b', Recipe(), None, lambda *a: None, lambda o: None)\n"
+        "print(run.process.pid, flush=True); time.sleep(1.5); import os; os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    child = int(done.stdout)
+    end = time.monotonic() + 20
+    while _alive(child):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
