@@ -364,8 +364,9 @@ def _can_be_live() -> bool:
     )
 
 
-#: ipywidgets gives the handle of a slider no name, reads out an index, and has no live region. This mends the
-#: explorer that it stands in, with version 8 and with 7 (jQuery's handle). Elsewhere it does nothing.
+#: ipywidgets gives the handle of a slider no name, reads out an index, and has no live region; and a notebook in
+#: command mode takes arrows and letters from a control (a cell further, a new cell). This mends the explorer
+#: that it stands in, with version 8 and with 7 (jQuery's handle). Elsewhere it does nothing.
 _NAMES = """
 (function begin(start, left) {
   var root = start.closest('.memlab-explorer');
@@ -391,6 +392,9 @@ _NAMES = """
       }
     });
     root.querySelectorAll('.memlab-status').forEach(function (node) { set(node, 'role', 'status'); });
+    root.querySelectorAll('select, button, .noUi-handle').forEach(function (node) {
+      set(node, 'data-lm-suppress-shortcuts', 'true');
+    });
   }
   mend();
   new MutationObserver(mend).observe(root, {
