@@ -67,11 +67,11 @@ class Watched:
         if not url.startswith((*allowed, "data:", "blob:", "about:")):
             self.complaints.append(f"request: {url}")
 
-    def picture(self, name: str, **options: Any) -> Path:
-        """A screenshot as build/browser/NAME.png."""
+    def picture(self, name: str, of: Any = None, **options: Any) -> Path:
+        """A screenshot of the page, or of the element `of`, as build/browser/NAME.png."""
         PICTURES.mkdir(parents=True, exist_ok=True)
         path = PICTURES / f"{name}.png"
-        self.page.screenshot(path=str(path), **options)
+        (of or self.page).screenshot(path=str(path), **options)
         return path
 
     def overflow(self) -> int:
