@@ -144,7 +144,7 @@ class _Run:
         number = check_number(cell)
         if number:
             self._note(number, watch.before(exercise_seed(self.seed, number)))
-        cell.outputs = self._run(cell.source, client)
+        cell.outputs = self._run(cell.source, client, evidence=bool(number))
         self.count += 1
         cell.execution_count = self.count
         if number:
@@ -153,8 +153,8 @@ class _Run:
     def _note(self, number: str, findings: list[str]) -> None:
         self.tampered += [(number, finding) for finding in findings]
 
-    def _run(self, source: str, client: _Client) -> list[Any]:
-        sink = _Sink(min(self.budget.cell_output, self.left), self.budget)
+    def _run(self, source: str, client: _Client, *, evidence: bool) -> list[Any]:
+        sink = _Sink(min(self.budget.cell_output, self.left), self.budget, evidence=evidence)
         seconds = min(self.budget.cell_seconds, max(self.until - time.monotonic(), 1))
         reply = client.execute(source, seconds, sink)
         payload = reply.get("payload")
@@ -184,9 +184,14 @@ def _text(value: Any) -> str:
 class _Sink:
     """The outputs of one cell, checked and capped while they arrive."""
 
-    def __init__(self, room: int, budget: Budget) -> None:
+    #: Pieces of evidence and errors that a cell keeps: one of each is right, more are looked at by a person.
+    FEW = 3
+
+    def __init__(self, room: int, budget: Budget, *, evidence: bool = True) -> None:
         self.room, self.budget = room, budget
         self.used = self.received = 0
+        self._pieces = self._errors = 0
+        self._evidence = evidence  # elsewhere than in a check nobody reads it
         self._outputs: list[Any] = []
         self._cut = False
         self._clear_next = False
@@ -219,7 +224,8 @@ class _Sink:
             text = [line for line in lines if isinstance(line, str)] if isinstance(lines, list) else []
             name, value = _text(content.get("ename"))[:200], _text(content.get("evalue"))[:5_000]
             output = nbformat.v4.new_output("error", ename=name, evalue=value, traceback=text)  # type: ignore[no-untyped-call]
-            if not self._keep(sum(map(len, text)), output):
+            self._errors += 1
+            if self._errors <= self.FEW and not self._keep(sum(map(len, text)), output):
                 self._outputs.append(_error(name, value))  # that it failed is never left out
         else:
             self._data(kind, content)
@@ -252,6 +258,9 @@ class _Sink:
         if kind == "execute_result":
             extra["execution_count"] = None
         if EVIDENCE_MIME in data:
+            self._pieces += 1
+            if not self._evidence or self._pieces > self.FEW:
+                return
             payload = data[EVIDENCE_MIME]
             why = unfit(payload)
             if not why and len(json.dumps(payload)) > self.budget.evidence:

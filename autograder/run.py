@@ -160,6 +160,7 @@ class Watch:
         self.process: Any = None
         self.memory: Memory | None = None
         self.stopped = False
+        self.exited: Any = None  # the cell that called exit(): its kernel ends after it
 
     def start_cell(self, client: Any, cell: Any, index: int) -> None:
         """Before each cell; the first time also notes the kernel's process."""
@@ -171,6 +172,14 @@ class Watch:
             self.memory.start()
             if self.stopped:
                 self.kill()
+
+    def end_cell(self, cell: Any, reply: Any) -> None:
+        """After each cell, with the kernel's reply."""
+        if self.memory is not None:
+            self.memory.sample()
+        payload = reply.get("content", {}).get("payload") or []
+        if any(item.get("source") == "ask_exit" for item in payload):
+            self.exited = cell
 
     def kill(self) -> None:
         """End the kernel and what it started: its process group, and children that left the group."""
@@ -221,7 +230,7 @@ class WatchedEngine(Engine):  # type: ignore[misc]
             record_timing=False,
         )
         client.on_cell_start = lambda cell, cell_index: watch.start_cell(client, cell, cell_index)
-        client.on_cell_executed = lambda **_: watch.memory.sample()
+        client.on_cell_executed = lambda cell, execute_reply, **_: watch.end_cell(cell, execute_reply)
         try:
             return client.execute(
                 env=watch.environment,
@@ -263,11 +272,14 @@ def execute(chapter: Chapter, notebook: Any, watch: Watch, options: Options, key
     except CellTimeoutError:
         result.errors.append(_error(watch.cell, f"took longer than {options.cell_timeout} s"))
     except DeadKernelError:
-        result.errors.append(_error(watch.cell, watch.death()))
+        if watch.exited is None:
+            result.errors.append(_error(watch.cell, watch.death()))
     except Exception as error:
         result.errors.append(_error(watch.cell, f"{type(error).__name__}: {_last_line(str(error))}"))
     finally:
         watch.kill()  # also what a chapter left running
+    if watch.exited is not None:
+        result.errors.append(_error(watch.exited, "exit() was called"))
     result.seconds = round(time.monotonic() - started, 2)
     result.peak_resident_bytes = watch.memory.peak if watch.memory is not None else 0
     executed = watch.notebook if watch.notebook is not None else copy.deepcopy(notebook)

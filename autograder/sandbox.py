@@ -159,6 +159,7 @@ def weaker(mode: str) -> str:
         return "no sandbox: the submissions' code runs as you, with your files and your network"
     if mode == "landlock":
         lacks = ["the list of this machine's processes can be seen", "the disk can be filled"]
+        lacks.append("workers of a DataLoader (exercise 7.5) have no shared memory")
         if zygote.landlock_version() < 6:
             lacks.append("processes of yours can be ended")
         return f"sandbox without namespaces (Landlock): {', '.join(lacks)}; bubblewrap is stronger"

@@ -33,6 +33,9 @@ from autograder.archives import (
 from autograder.course import CourseError
 from autograder.roster import Person, Roster, key
 
+#: Folders whose name begins with a dot and that are known to be no student's.
+_NOBODYS = (".ipynb_checkpoints", ".git", ".vscode", ".idea", ".Trashes", ".Spotlight-V100", ".fseventsd")
+
 
 @dataclass(frozen=True)
 class Found:
@@ -227,7 +230,8 @@ def _items(given: Path, out: Path | None, left_out: list[str]) -> Iterator[_Item
 
 def _folder_items(given: Path, out: Path | None, left_out: list[str]) -> Iterator[_Item]:
     for entry in sorted(given.iterdir()):
-        if entry.name.startswith(".") or entry.name == "__MACOSX":
+        if archives.is_hidden(PurePosixPath(entry.name)):
+            left_out += _hidden_folder(entry.name) if entry.is_dir() else []
             continue
         if out is not None and entry.resolve() == out.resolve():
             continue
@@ -241,13 +245,22 @@ def _folder_items(given: Path, out: Path | None, left_out: list[str]) -> Iterato
             yield _Item(entry.name, file=archives.read_file(entry, PurePosixPath(entry.name)))
 
 
+def _hidden_folder(name: str) -> list[str]:
+    """A line for a folder that may be a student's, whose name begins with a dot."""
+    if not name.startswith(".") or name.startswith("._") or name in _NOBODYS:
+        return []
+    return [f"{readable(name)}: its name begins with a dot; rename it if it is a student's"]
+
+
 def _archive_items(given: Path, left_out: list[str]) -> Iterator[_Item]:
     """The same of an archive of a whole class, whose outermost folder may be one around everything."""
     entries: list[Entry] = []
+    hidden: set[str] = set()
     try:
         with given.open("rb") as stream:
             for entry in in_archive(stream, given.name, archives.MAX_CLASS, files=100_000):
                 if archives.is_hidden(entry.path) or not entry.path.parts:
+                    hidden |= set(entry.path.parts[:1]) if len(entry.path.parts) > 1 else set()
                     continue
                 if entry.path.is_absolute() or ".." in entry.path.parts:
                     left_out.append(f"{readable(str(entry.path))}: a path that leaves the archive")
@@ -257,6 +270,7 @@ def _archive_items(given: Path, left_out: list[str]) -> Iterator[_Item]:
         if not entries:
             raise CourseError(f"{given} can't be read: {one_line(error)}") from None
         left_out.append(f"{given.name}: what follows can't be read: {one_line(error)}")
+    left_out += [line for name in sorted(hidden) for line in _hidden_folder(name)]
     tops = {entry.path.parts[0] for entry in entries}
     wrapped = len(tops) == 1 and not any(len(e.path.parts) == 1 and not e.folder for e in entries)
     if wrapped and _wraps_a_class(next(iter(tops)), given, entries):

@@ -21,7 +21,7 @@ from typing import Any
 import nbformat
 
 from autograder import answers
-from autograder.evidence import REVIEW, TAMPERED, check_number, judge
+from autograder.evidence import REVIEW, TAMPERED, Verdict, check_number, judge
 from autograder.execution import MAX_DEATHS, Budget, execute
 from autograder.look import suspicions
 from autograder.records import Job, Outcome, exercise_points
@@ -50,11 +50,20 @@ def run_job(job: Job, sandbox: Sandbox, budget: Budget | None = None) -> Outcome
             outcome.points[verdict.exercise] = verdict.points
             if verdict.status:
                 outcome.doubts.append((verdict.status, verdict.why))
+            if sandbox.settings.mode == "landlock" and _refused(verdict):
+                why = "it asked for what this sandbox can't give; bubblewrap can"
+                outcome.doubts.append((REVIEW, f"exercise {verdict.exercise}: {why}"))
             messages = answers.write(cell, verdict)
             if messages:
                 outcome.messages[verdict.exercise] = messages
     outcome.executed = nbformat.writes(ran.notebook)  # type: ignore[no-untyped-call]
     return outcome
+
+
+def _refused(verdict: Verdict) -> bool:
+    """Whether points were lost by a permission; the workers of a DataLoader need shared memory, for one."""
+    messages = verdict.score.messages if verdict.score is not None else ()
+    return any("Permission denied" in text or "Operation not permitted" in text for text in messages)
 
 
 class Runner:

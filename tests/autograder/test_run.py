@@ -64,14 +64,21 @@ import subprocess, sys, time
 hold = "import time; block = b'x' * {200 * MEBI}; time.sleep(1.5)"
 subprocess.run([sys.executable, "-c", hold], check=True)
 """
+EXITS = """
+# %% id="leaves"
+exit()
+
+# %% id="innocent"
+y = 2
+"""
 
 
 @pytest.fixture(scope="module")
 def troubled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[run.Result]]:
-    """The output folder and results of five chapters run side by side: a sound, three bad, a large one."""
+    """The output folder and results of six chapters run side by side: a sound, three bad, a large one, one that leaves."""
     root = tmp_path_factory.mktemp("troubled")
     (root / "solutions").mkdir()
-    for number, cells in enumerate((GOOD, BAD, DEAD, SLOW, LARGE), 91):
+    for number, cells in enumerate((GOOD, BAD, DEAD, SLOW, LARGE, EXITS), 91):
         write_plain(root, f"{number}_chapter", cells)
     options = run.Options(size="smallest", seed=7, jobs=2, cell_timeout=8)
     return root / "out", run.run(select(root), root / "out", options)
@@ -80,7 +87,7 @@ def troubled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[run.R
 def test_one_failing_chapter_stops_no_other(troubled: tuple[Path, list[run.Result]]) -> None:
     """An error, a dead kernel and a timeout, each with its cell; the others are ok."""
     _, results = troubled
-    assert [result.status for result in results] == ["ok", "failed", "failed", "failed", "ok"]
+    assert [result.status for result in results] == ["ok", "failed", "failed", "failed", "ok", "failed"]
     errors = [error for result in results for error in result.errors]
     assert errors == [
         {"cell": "broken", "message": "ValueError: the batch can't be negative"},
@@ -89,6 +96,7 @@ def test_one_failing_chapter_stops_no_other(troubled: tuple[Path, list[run.Resul
             "message": "the kernel was killed by SIGKILL; the system may have run out of memory",
         },
         {"cell": "sleeps", "message": "took longer than 8 s"},
+        {"cell": "leaves", "message": "exit() was called"},
     ]
 
 

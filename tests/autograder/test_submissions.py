@@ -71,6 +71,23 @@ def test_odd_entries_are_said_and_left_out(tmp_path: Path) -> None:
         student.id.encode("utf-8")
 
 
+def test_a_folder_whose_name_begins_with_a_dot_is_said(tmp_path: Path) -> None:
+    for name in ("anna", ".bo", ".ipynb_checkpoints", "__MACOSX", ".git"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "01_memory_basics.ipynb").write_text("{}")
+    (tmp_path / ".DS_Store").write_bytes(b"x")
+    path = tmp_path / "all.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("anna", ".bo", ".ipynb_checkpoints"):
+            archive.writestr(f"{name}/01_memory_basics.ipynb", "{}")
+    for handed_in in (tmp_path, path):
+        students, ignored = collect(handed_in, CHAPTERS)
+        assert "anna" in [s.id for s in students]
+        assert [line for line in ignored if "dot" in line] == [
+            ".bo: its name begins with a dot; rename it if it is a student's"
+        ]
+
+
 def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as stream:
         stream.writestr("02_four_consumers.ipynb", b"0" * (129 << 20))

@@ -9,6 +9,8 @@ import pytest
 
 from autograder.look import suspicions
 from tests.autograder.small_course import small_course
+from tests.exercises import mutant, solution, wrong_answers
+from tests.exercises.test_every_chapter import CHAPTERS
 from tests.submissions import CASES
 from tests.submissions.case import CHAPTER, World, hand_in
 
@@ -44,6 +46,18 @@ def _suspicions(path: Path) -> list[str]:
 def test_nothing_is_said_of_an_honest_student(found: dict[str, list[str]]) -> None:
     honest = {name: why for name, why in found.items() if CASES[name].kind == "honest"}
     assert len(honest) > 40 and {name: why for name, why in honest.items() if why} == {}
+
+
+def test_nothing_is_said_of_solutions_and_of_honest_mistakes() -> None:
+    """Of every exercise of the course, and of each planted wrong answer but the one that cheats."""
+    told = {}
+    for chapter, exercises in ((chapter, wrong_answers(chapter)) for chapter in CHAPTERS):
+        for exercise, wrong in exercises.items():
+            told[exercise, ""] = suspicions(solution(chapter, exercise))
+            for name, edits in wrong.items():
+                told[exercise, name] = suspicions(mutant(chapter, exercise, edits))
+    assert len(told) > 350
+    assert [key for key, why in told.items() if why] == [("2.1", "an object that equals everything")]
 
 
 @pytest.mark.parametrize("name", QUIET)
