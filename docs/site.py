@@ -251,7 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in [*(fresh / "_static").rglob("*.map"), *(fresh / "_static").rglob("*macros.html")]:
             path.unlink()  # 3.5 MB for whoever debugs the theme, and its templates
         made = subprocess.run(
-            [sys.executable, "-m", "docs.calculator.build", str(fresh / "calculator")], cwd=ROOT
+            [sys.executable, "-m", "docs.calculator.build", str(fresh / "calculator")],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
         )
         if made.returncode:
             return made.returncode
