@@ -1,6 +1,6 @@
 """Grades the same honest submissions with plain `nbgrader autograde` and with this grader, on one machine.
 
-    python -m benchmarks.grading [--number 40] [--chapter 2] [--jobs 2] [--rounds 1]
+    python -m benchmarks.grading [--number 40] [--chapter 2] [--jobs 2] [--rounds 1] [--json FILE]
 
 Wall time decides how long an instructor waits; processor time holds on a busy machine too. Both are of the
 whole command, from start to gradebook: for ours that includes loading the workers, scoring and the feedback
@@ -29,7 +29,6 @@ import psutil
 from autograder import build
 from autograder.course import Chapter, course_root, select
 
-RESULTS = Path(__file__).parent / "results" / "grading.json"
 
 _PLAIN = """c = get_config()
 c.CourseDirectory.root = "."
@@ -133,6 +132,7 @@ def main() -> None:
     parser.add_argument("--chapter", default="2")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1, help="how often each is run; the quickest counts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args()
     [chapter] = select(course_root(), [options.chapter])
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "plain": [], "plain_smallest": []}
@@ -165,8 +165,12 @@ def main() -> None:
             best["plain"]["processor_seconds"] / best["ours"]["processor_seconds"], 2
         ),
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    print(json.dumps(result, indent=2))
+    text = json.dumps(result, indent=2) + "\n"
+    print(text, end="")
+    if options.json:
+        unfinished = options.json.with_name(options.json.name + ".part")
+        unfinished.write_text(text, "utf-8")
+        unfinished.replace(options.json)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def test_killed_twenty_times_and_resumed(root: Path) -> None:
             ):
                 break
             kills += 1
+            print(f"kill {kills} of {KILLS}: {len(_records(out))} records", flush=True)
             assert _gone(mine) == set()
             assert not list(out.rglob(".*.json.*"))[10:], "unfinished files pile up"
             after = _records(out)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.submissions.harness import CASES, command, environment, make_class, totals
+from tests.submissions.harness import CASES, command, environment, make_class, progress, totals
 
 NUMBER = int(os.environ.get("MEMLAB_STRESS_SUBMISSIONS", "500"))
 JOBS = int(os.environ.get("MEMLAB_STRESS_JOBS", "2"))
@@ -74,9 +74,10 @@ def test_many(tmp_path: Path) -> None:
             )  # fmt: skip
             watch = Watch(process)
             arrived = []
-            while process.poll() is None:
-                time.sleep(2)
-                arrived.append(len(list((root / "graded" / "records").glob("*/*.json"))))
+            with progress(root / "graded"):
+                while process.poll() is None:
+                    time.sleep(2)
+                    arrived.append(len(list((root / "graded" / "records").glob("*/*.json"))))
             watch.end()
         seconds = time.monotonic() - began
     rows = totals(root / "graded")

@@ -80,6 +80,25 @@ def environment() -> Iterator[dict[str, str]]:
         shutil.rmtree(place, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def progress(out: Path, seconds: float = 30) -> Iterator[None]:
+    """Prints, every so often, how many records there are: long runs are watched (`pytest -s`)."""
+    end, began = threading.Event(), time.monotonic()
+
+    def look() -> None:
+        while not end.wait(seconds):
+            count = len(list((out / "records").glob("*/*.json")))
+            print(f"{out.name}: {count} records after {time.monotonic() - began:.0f} s", flush=True)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
 @dataclass
 class Run:
     """One graded class. `harm` holds a line for everything that was harmed."""
@@ -101,10 +120,11 @@ def grade(root: Path, *options: str, out: str = "graded", listener: Listener | N
     planted = _planted()
     with environment() as variables:
         began, used = time.monotonic(), _cpu()
-        done = subprocess.run(
-            command(root, *options, out=out), cwd=root, env=variables, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, errors="replace",
-        )  # fmt: skip
+        with progress(root / out):
+            done = subprocess.run(
+                command(root, *options, out=out), cwd=root, env=variables, capture_output=True, text=True,
+                stdin=subprocess.DEVNULL, errors="replace",
+            )  # fmt: skip
         elapsed = time.monotonic() - began
         time.sleep(0.5)
         left = _children() - mine
