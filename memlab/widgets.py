@@ -364,7 +364,7 @@ def _can_be_live() -> bool:
     )
 
 
-#: ipywidgets gives the handle of a slider no name, reads out an index, and has no live region; and a notebook in
+#: ipywidgets gives the handle of a slider no name, reads out an index, and has no live region; a notebook in
 #: command mode takes arrows and letters from a control (a cell further, a new cell). This mends the explorer
 #: that it stands in, with version 8 and with 7 (jQuery's handle). Elsewhere it does nothing.
 _NAMES = """
