@@ -87,7 +87,7 @@ def pages() -> dict[str, str]:
         ".. toctree::",
         "   :hidden:",
         "",
-        *(f"   {name} <memlab.{name}>" for name in modules),
+        *(f"   {name.rpartition('.')[2]} <memlab.{name}>" for name in modules),
         "",
     ]
     return {"index.rst": "\n".join(index), **{f"memlab.{name}.rst": _module_page(name) for name in modules}}
