@@ -188,7 +188,12 @@ def _judged(config: Config, card: GPU, found: Footprint) -> dict[str, Any]:
 def _footprint_json(question: Mapping[str, Any], _: Any) -> dict[str, Any]:
     """What `memlab footprint ... --json` prints."""
     config, card, recipe = _chosen(question)
-    return footprint(config, recipe, card).to_dict()
+    return {"json": _json(footprint(config, recipe, card).to_dict())}
+
+
+def _json(data: object) -> str:
+    """As the command line prints it. Text, for JavaScript's numbers would lose the last digits of FLOPs."""
+    return json.dumps(data, indent=2)
 
 
 # -- what should I change ----------------------------------------------------------------------------------
@@ -224,7 +229,7 @@ def _plan(question: Mapping[str, Any], _: Any) -> dict[str, Any]:
         command = "\n".join(["cat > recipe.toml <<'END'", *lines, "END", command])
     best = found.best
     return {
-        "json": found.to_dict(),
+        "json": _json({**found.to_dict(), "confirmed": None, "export": None}),
         "fits": found.fits,
         "heading": f"{found.model} ({format_count(found.parameter_count)} parameters) on {found.count:,} x "
         f"{card.name}, effective batch {found.effective_batch:,}"
@@ -315,7 +320,7 @@ def _oom(question: Mapping[str, Any], data: Any) -> dict[str, Any]:
         "reports": [_report(report) for report in found.reports[:_REPORTS]],
         "count": len(found.reports),
         "unread": found.unread,
-        "json": found.to_dict(),
+        "json": _json(found.to_dict()),
         "command": shlex.join(words),
     }
 

@@ -284,7 +284,8 @@ async function answer() {
     const from = began;
     const { answer: found, ms } = await quick.ask("footprint", question());
     if (pending) continue; // there is a newer question
-    if (!quick.failed) $("loading").hidden = true;
+    if (quick.failed) break; // said where it happened
+    $("loading").hidden = true;
     found.error === undefined ? render(found) : problem(found.error);
     const took = performance.now() - from;
     timing(took, ms);
@@ -305,6 +306,7 @@ function timing(took, ms) {
 
 /** The name of the control that a reason speaks of: its first word, or what stands for it. */
 function culprit(reason) {
+  if (control("model").value === PASTE && /config/.test(reason)) return "config";
   const word = reason.split(/[\s:]/)[0];
   if (word === "offload" || word === "4-bit") return "off-parameters";
   if (word === "adapters") return "tensor_parallel";
@@ -314,23 +316,28 @@ function culprit(reason) {
   return word in BACK ? word : "";
 }
 
+/** Puts the reason beneath the control that it speaks of; "" takes it away. */
+const REASON = make("small", { id: "reason", class: "problem" });
 function mark(reason) {
-  for (const element of form.elements) {
+  for (const element of form.querySelectorAll("[aria-invalid]")) {
     element.removeAttribute("aria-invalid");
-    element.removeAttribute("aria-errormessage");
+    const hints = element.getAttribute("aria-describedby").replace(/ ?reason/, "");
+    hints ? element.setAttribute("aria-describedby", hints) : element.removeAttribute("aria-describedby");
   }
-  if (!reason) return;
-  const element = control(culprit(reason));
+  REASON.remove();
+  const element = reason ? control(culprit(reason)) : null;
   if (!element) return;
+  REASON.textContent = reason;
+  element.parentElement.append(REASON);
   element.setAttribute("aria-invalid", "true");
-  element.setAttribute("aria-errormessage", "lead");
+  element.setAttribute("aria-describedby", `${element.getAttribute("aria-describedby") ?? ""} reason`.trim());
 }
 
 function verdict(state, headline, lead) {
   $("result").dataset.state = state;
   if ($("headline").textContent !== headline) $("headline").textContent = headline;
   if ($("lead").textContent !== lead) $("lead").textContent = lead;
-  $("glance").textContent = headline;
+  $("glance").textContent = state === "error" ? lead : headline;
 }
 
 function problem(reason) {
@@ -633,7 +640,7 @@ function command(id, text) {
 
 function asJson(data) {
   const button = make("button", { type: "button" }, "Copy as JSON (--json)"), done = make("span", { role: "status" });
-  button.addEventListener("click", () => copy(JSON.stringify(data, null, 2), done));
+  button.addEventListener("click", () => copy(data, done));
   return make("p", { class: "row" }, button, " ", done);
 }
 
@@ -835,7 +842,7 @@ function listen() {
   });
   $("copy-json").addEventListener("click", async () => {
     const { answer: whole } = await quick.ask("footprint_json", question());
-    copy(JSON.stringify(whole, null, 2), $("json-said"));
+    copy(whole.json ?? whole.error, $("json-said"));
   });
   $("reset").addEventListener("click", () => {
     for (const [name, back] of Object.entries(BACK)) put(control(name), back);

@@ -8,8 +8,11 @@ const fail = (error) => self.postMessage({ kind: "failed", reason: String(error.
 const fetched = self.fetch.bind(self);
 let loaded = 0;
 self.fetch = async (...request) => {
-  const response = await fetched(...request);
-  if (!response.ok) throw new Error(`${response.url}: ${response.status} ${response.statusText}`);
+  const name = String(request[0].url ?? request[0]).split("/").pop();
+  const response = await fetched(...request).catch((error) => {
+    throw new Error(`${name} didn't come (${error.message})`);
+  });
+  if (!response.ok) throw new Error(`${name} didn't come (${response.status} ${response.statusText})`);
   if (response.body) count(response.clone().body.getReader()).catch(() => {});
   return response;
 };
