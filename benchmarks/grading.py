@@ -29,7 +29,6 @@ import psutil
 from autograder import build
 from autograder.course import Chapter, course_root, select
 
-
 _PLAIN = """c = get_config()
 c.CourseDirectory.root = "."
 c.CourseDirectory.course_id = "memlab"

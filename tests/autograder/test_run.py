@@ -75,7 +75,7 @@ y = 2
 
 @pytest.fixture(scope="module")
 def troubled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[run.Result]]:
-    """The output folder and results of six chapters run side by side: a sound, three bad, a large, one that leaves."""
+    """The output folder and results of six chapters run side by side: two are sound, four end badly."""
     root = tmp_path_factory.mktemp("troubled")
     (root / "solutions").mkdir()
     for number, cells in enumerate((GOOD, BAD, DEAD, SLOW, LARGE, EXITS), 91):
