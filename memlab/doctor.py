@@ -20,8 +20,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-_EXERCISE_COMMENT = re.compile(r"^\s*#\s*exercise\s+(\d+\.\d+)\b", re.MULTILINE | re.IGNORECASE)
-_DEFINES = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
+_EXERCISE_COMMENT = re.compile(r"(?:^|(?<=\r))\s*#\s*exercise\s+(\d+\.\d+)\b", re.MULTILINE | re.IGNORECASE)
+_DEFINES = re.compile(r"(?:^|(?<=\r))(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _CHECK_CALL = re.compile(r"""\bcheck\(\s*["'](\d+\.\d+)["']""")
 
 #: What a written answer holds before the student writes it.
