@@ -8,8 +8,8 @@ import json
 import sys
 
 ROOMS = """
-units hardware models recipe published operations walk footprint trace allocator snapshot viewer planner engines
-oom doctor exercises
+units hardware models recipe published operations walk footprint trace allocator snapshot viewer planner
+engines oom doctor exercises
 """.split()  # noqa: SIM905
 
 for room in ROOMS:

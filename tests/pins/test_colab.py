@@ -1,8 +1,8 @@
 """All chapters with Colab's versions, memlab installed by the first cell as Colab would.
 
 Colab has torch 2.11, whose Linux wheel on PyPI is a CUDA build of 531 MB that wants 2 GB of CUDA libraries,
-too. So this runs with the torch that `make setup` takes, and `test_torch_names` watches which of torch's private
-names are used. Not seen here: Colab's own front end, a T4.
+too. So this runs with the torch that `make setup` takes, and `test_torch_names` watches which of torch's
+private names are used. Not seen here: Colab's own front end, a T4.
 """
 
 from __future__ import annotations

@@ -34,29 +34,36 @@ PYODIDES = {
 }
 #: Test files of which at least something runs without torch; what needs it is skipped.
 TESTS = """
-units hardware models recipe trace allocator snapshot oom planner doctor doctor_command cli engines plots imports
-widgets
+units hardware models recipe trace allocator snapshot oom planner doctor doctor_command cli engines plots
+imports
 """.split()  # noqa: SIM905
 #: They start a Python of their own that needs torch, so the plugin doesn't see why they fail.
 NEED_TORCH = (
-    "the_script_shards or inline_backend or loads_no_torch_before or import_memlab_runs or name_of_the_top"
+    "the_script_shards or inline_backend or loads_no_torch_before or import_memlab_runs or name_of_the_top "
+    "or interrupt_while_tracing"
 )
 SOURCES = ("memlab", "autograder", "benchmarks", "docs", "solutions", "tests")
 
 NODE = """
 import { loadPyodide } from "FOLDER/pyodide.mjs";
 import { readFileSync } from "fs";
-const python = await loadPyodide({ indexURL: "FOLDER/", stdout: () => {}, stderr: () => {} });
-python.unpackArchive(readFileSync(process.argv[2]), "zip", { extractDir: "/home/pyodide/lib" });
-python.runPython("import sys; sys.path.insert(0, '/home/pyodide/lib')");
-python.globals.set("code", readFileSync(process.argv[3], "utf8"));
-console.log(python.runPython(`
-import contextlib, io, platform
+const asked = `
+import contextlib, io, platform, sys
+sys.path.insert(0, "/home/pyodide/tree")
 out = io.StringIO()
 with contextlib.redirect_stdout(out):
     exec(compile(code, "core.py", "exec"), {"__name__": "__main__"})
 platform.python_version() + " " + out.getvalue()
-`));
+`;
+try {
+  const python = await loadPyodide({ indexURL: "FOLDER/" });
+  python.unpackArchive(readFileSync(process.argv[2]).buffer, "zip", { extractDir: "/home/pyodide/tree" });
+  python.globals.set("code", readFileSync(process.argv[3], "utf8"));
+  console.log(python.runPython(asked));
+} catch (error) {
+  console.error(String(error));  // Node would print a line of Pyodide's, of a megabyte
+  process.exit(1);
+}
 """
 
 
@@ -112,7 +119,7 @@ def in_pyodide(version: str) -> tuple[str, dict[str, object]]:
             if path.is_file() and "__pycache__" not in path.parts:
                 archive.write(path, path.relative_to(ROOT))
     (work / "run.mjs").write_text(NODE.replace("FOLDER", folder.as_posix()))
-    said = run([node, work / "run.mjs", work / "memlab.zip", CORE]).splitlines()[-1]
+    said = run([node, work / "run.mjs", work / "memlab.zip", CORE]).strip().splitlines()[-1]
     found, _, answer = said.partition(" ")
     return found, json.loads(answer)
 
@@ -138,6 +145,17 @@ def test_pyodide_says_the_same(version: str) -> None:
 def test_the_core_says_the_same(python: Path) -> None:
     """And no deprecation is met on the way."""
     assert asked(python) == asked(Path(sys.executable))
+
+
+def test_the_explorers_are_made(python: Path) -> None:
+    """With Colab's ipywidgets and matplotlib; their twins, too."""
+    code = (
+        "from memlab import widgets\n"
+        "for name in ('memory_levels', 'four_consumers', 'checkpoint_segments', 'micro_batches'):\n"
+        "    twin = getattr(widgets, name)().twin; assert twin.html().strip() and twin.figure\n"
+    )
+    settings = {"PYTHONPATH": str(ROOT), "MPLCONFIGDIR": str(PINS / "matplotlib"), "MPLBACKEND": "agg"}
+    run([python, "-W", "error::DeprecationWarning:memlab", "-c", code], cwd=ROOT, env=settings)
 
 
 def test_every_file_compiles_without_a_warning(python: Path) -> None:
