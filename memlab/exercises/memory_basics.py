@@ -468,7 +468,7 @@ class _Step(NamedTuple):
 
 
 class _Log:
-    """Notes the meter's two numbers. What they must be stands in another place: `score` alone knows it."""
+    """Notes the meter's two numbers, and nothing of what they must be."""
 
     def __init__(self, meter: Any) -> None:
         self.meter, self.steps, self.freed = meter, list[list[Any]](), True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import socket
@@ -14,10 +15,12 @@ from pathlib import Path
 import nbformat
 import pytest
 
+import memlab
 from autograder import build, questions
 from autograder.course import CourseError, select
 from autograder.evidence import is_check, judge
 from autograder.execution import Budget, Executed, execute
+from autograder.questions import without_answers
 from autograder.sandbox import Limits, Sandbox, Settings, choose, why_no_bubblewrap, why_no_landlock
 from memlab.units import MIB
 
@@ -169,6 +172,17 @@ except OSError as error:
     print(error.strerror)
 """
     assert printed(run(sandbox, code)) == "False\nPermission denied\n"
+
+
+def test_no_hidden_case_knows_its_answer() -> None:
+    """Nothing is left of what is right, in any chapter: neither as a function nor as a method of a case."""
+    for path in sorted(Path(memlab.__file__).parent.glob("exercises/[a-z]*.py")):
+        if path.name == "limits.py":
+            continue
+        kept = without_answers(path.read_text("utf-8"))
+        defined = [n.name for n in ast.walk(ast.parse(kept)) if isinstance(n, ast.FunctionDef)]
+        assert not {"right", "expected", "state_bound", "sent_bound"} & set(defined), path.name
+        assert not [name for name in defined if name.endswith(("_score", "_right", "_expected"))], path.name
 
 
 def test_the_questions_are_there_and_the_answers_are_not(sandbox: Sandbox) -> None:
