@@ -24,6 +24,8 @@ WRONG = """def states(parameters, precision, optimizer, offload=False):
 """  # fp32 and AdamW, whatever was asked
 
 
+#: Notebook 7.6 says so of itself when it starts, with any notebook and without our configuration, too.
+NOTEBOOK_7 = "page error: Cannot read properties of undefined (reading 'schema')"
 #: What of an element lies right of the window and in nothing that scrolls.
 STICKS_OUT = """root => [...root.querySelectorAll('*')].filter(e => {
   if (e.getBoundingClientRect().right <= innerWidth + 1) return false;
@@ -219,14 +221,14 @@ def test_explorers_on_a_phone(chromium: Any, lab: str) -> None:
                 assert box["x"] >= 0 and box["x"] + box["width"] <= 401, control.evaluate("e => e.outerHTML")
         assert not any(wide.values()), wide
         assert student.overflow() <= 0
-        explore(student, page.locator(".jp-Cell:has(.memlab-explorer)").nth(CHAPTERS.index(CHAPTER)))
+        explore(student, page.locator(".jp-CodeCell").filter(has_text="four_consumers("))
         student.picture("explorer-traced-400")
         assert violations(page, ".memlab-explorer") == []
         frame = page.frame_locator("iframe[title$='viewer']")
         page.locator("iframe[title$='viewer']").scroll_into_view_if_needed()
         frame.locator("html[data-ready=true]").wait_for()
         student.picture("viewer-400")
-        assert student.complaints == []
+        assert set(student.complaints) <= {NOTEBOOK_7}
 
 
 def solution(id_: str, name: str = CHAPTER) -> str:
@@ -254,12 +256,10 @@ def explore(student: Student, cell: Any) -> None:
     assert slider.get_attribute("aria-valuetext") == "2"
 
     cells = page.locator(".jp-Notebook .jp-Cell").count()
-    optimizer = explorer.get_by_label("Optimizer")
+    optimizer = explorer.get_by_role("combobox", name="Optimizer", exact=True)
     optimizer.focus()
     page.wait_for_timeout(300)
-    page.keyboard.press(
-        "ArrowDown"
-    )  # to a notebook in command mode: the next cell; "a": a new one
+    page.keyboard.press("ArrowDown")  # to a notebook in command mode: the next cell; "a": a new one
     status.filter(has_text="Optimizer AdamW, foreach → AdamW, fused").wait_for(timeout=10_000)
     page.keyboard.press("a")
     page.wait_for_timeout(300)
