@@ -16,16 +16,6 @@
 # the bare number under it is your points, for the grader. To hand in, save this notebook under its own name,
 # `01_memory_basics.ipynb`, with your answers in it, and give in that file.
 
-# %% id="install"
-import importlib.util
-import sys
-
-if "google.colab" in sys.modules and importlib.util.find_spec("memlab") is None:
-    import subprocess
-
-    memlab_source = "git+https://github.com/memlab-course/memlab"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", memlab_source], check=True)
-
 # %% id="parameters" tags=["parameters"]
 device = "auto"
 size = "normal"

@@ -16,16 +16,6 @@
 # under a check is for the grader) and one written answer (3 points, graded by a person). To hand in, save this notebook under its own name,
 # `02_four_consumers.ipynb`, with your answers in it, and give in that file.
 
-# %% id="install"
-import importlib.util
-import sys
-
-if "google.colab" in sys.modules and importlib.util.find_spec("memlab") is None:
-    import subprocess
-
-    memlab_source = "git+https://github.com/memlab-course/memlab"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", memlab_source], check=True)
-
 # %% id="parameters" tags=["parameters"]
 device = "auto"
 size = "normal"

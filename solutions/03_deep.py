@@ -14,16 +14,6 @@
 # You need no GPU. Questions in **bold** want a guess from you before you run the next cell: write it down, the distance
 # to the result is what you learn.
 
-# %% id="install"
-import importlib.util
-import sys
-
-if "google.colab" in sys.modules and importlib.util.find_spec("memlab") is None:
-    import subprocess
-
-    memlab_source = "git+https://github.com/memlab-course/memlab"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", memlab_source], check=True)
-
 # %% id="parameters" tags=["parameters"]
 device = "auto"
 size = "normal"

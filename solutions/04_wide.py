@@ -13,16 +13,6 @@
 # You need no GPU, and no second computer: several *ranks* run in this notebook. "The article" here and in the verdicts at
 # the end is a widely read Chinese-language article for engineers on this subject; this course tests its statements.
 
-# %% id="install"
-import importlib.util
-import sys
-
-if "google.colab" in sys.modules and importlib.util.find_spec("memlab") is None:
-    import subprocess
-
-    memlab_source = "git+https://github.com/memlab-course/memlab"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", memlab_source], check=True)
-
 # %% id="parameters" tags=["parameters"]
 device = "auto"
 size = "normal"
@@ -612,7 +602,7 @@ for (name, base, b, s), pair in sorted(runs.items()):
 if lab.device.type == "cuda":
     for s in (1024, 2048, 4096, 8192):
         for name in ("eager", "sdpa"):
-            q, k, v = (torch.randn(1, 16, s, 64, device=lab.device, dtype=torch.bfloat16, requires_grad=True)
+            q, k, v = (torch.randn(1, 16, s, 64, device=lab.device, dtype=lab.half, requires_grad=True)
                        for _ in range(3))  # fmt: skip
             attend = ways["eager"] if name == "eager" else attention.sdpa
             for _ in range(2):  # the first call loads the kernels

@@ -15,16 +15,6 @@
 #
 # You need no GPU. Stop at each question in **bold** and write your guess down before you run the next cell.
 
-# %% id="install"
-import importlib.util
-import sys
-
-if "google.colab" in sys.modules and importlib.util.find_spec("memlab") is None:
-    import subprocess
-
-    memlab_source = "git+https://github.com/memlab-course/memlab"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", memlab_source], check=True)
-
 # %% id="parameters" tags=["parameters"]
 device = "auto"
 size = "normal"
@@ -1095,13 +1085,15 @@ print(
 
 # %% id="gpu"
 if lab.device.type == "cuda":
-    for way in ("fp32", "amp-bf16"):
+    ways = ("fp32", "amp-bf16") if lab.half == torch.bfloat16 else ("fp32", "amp-fp16", "amp-bf16")  # emulated last
+    for way in ways:
         trace = memlab.measure_step("gpt2", precision=way, micro_batch=4, sequence=512, device=lab.device)
         print(f"{way:9} peak {format_bytes(trace.peak_bytes)}")
-    for way in ("fp32", "amp-bf16"):
+    for way in ways:
+        half = torch.float16 if way == "amp-fp16" else torch.bfloat16
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         square = torch.randn(4096, 4096, device=lab.device)
-        with torch.amp.autocast("cuda", dtype=torch.bfloat16, enabled=way != "fp32"):
+        with torch.amp.autocast("cuda", dtype=half, enabled=way != "fp32"):
             square @ square
             first.record()
             for _ in range(10):

@@ -14,16 +14,6 @@
 # Two units, as on the job. Text and tables are in GB, 10⁹ bytes, like parameter counts, bandwidths and prices. CUDA
 # counts in GiB, 2³⁰ bytes, and so do the figures, the explorer and the game: a card of 85.2 GB has 79.35 GiB.
 
-# %% id="install"
-import importlib.util
-import sys
-
-if "google.colab" in sys.modules and importlib.util.find_spec("memlab") is None:
-    import subprocess
-
-    memlab_source = "git+https://github.com/memlab-course/memlab"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", memlab_source], check=True)
-
 # %% id="parameters" tags=["parameters"]
 device = "auto"
 size = "normal"

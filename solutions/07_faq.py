@@ -15,16 +15,6 @@
 # article" is a widely read Chinese-language article for engineers on this subject; this course tests its statements.
 # Questions in **bold** want a guess from you before you run the next cell.
 
-# %% id="install"
-import importlib.util
-import sys
-
-if "google.colab" in sys.modules and importlib.util.find_spec("memlab") is None:
-    import subprocess
-
-    memlab_source = "git+https://github.com/memlab-course/memlab"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", memlab_source], check=True)
-
 # %% id="parameters" tags=["parameters"]
 device = "auto"
 size = "normal"
