@@ -162,12 +162,15 @@ class Cgroup:
         self.path: Path | None = None
         base = Path("/sys/fs/cgroup")
         for parent, file in ((base, "memory.max"), (base / "memory", "memory.limit_in_bytes")):
-            path = parent / f"memlab-pins-{os.getpid()}"
+            path = parent / f"memlab-pins-{os.getpid()}-{id(self)}"
             if self.path is not None or not parent.is_dir():
                 continue
             try:
                 path.mkdir()
-                (path / file).write_text(str(limit))  # missing where that controller isn't handed down
+                with (path / file).open(
+                    "r+"
+                ) as setting:  # the kernel made it, unless that controller isn't here
+                    setting.write(str(limit))
                 self.path = path
             except OSError:
                 with suppress(OSError):

@@ -2,8 +2,8 @@
 
 repo2docker's own parsing gives the Dockerfile. What that file does to the notebook environment is then done
 to a virtual environment: the packages of repo2docker's base in the versions of its lock file (from PyPI;
-Binder takes conda-forge's), `pip install -r` of ours, postBuild. Its command starts the server, and all chapters
-run beside it, in normal size, within 2 GiB together. Not done: the image itself, and the service.
+Binder takes conda-forge's), `pip install -r` of ours, postBuild. Its command starts the server, and all
+chapters run beside it, in normal size, within 2 GiB together. Not done: the image itself, and the service.
 """
 
 from __future__ import annotations

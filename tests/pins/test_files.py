@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from autograder import build
+from autograder.course import select
 from memlab import chapter
 from tests.pins.machines import ROOT
 
@@ -88,6 +90,13 @@ def test_elsewhere_it_does_nothing(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_every_notebook_begins_with_it():
+    for each in select(ROOT):
+        cells = json.loads(each.notebook.read_text())["cells"]
+        first = next(cell for cell in cells if cell["cell_type"] == "code")
+        assert (first["id"], "".join(first["source"])) == ("install", FIRST_CELL.rstrip("\n")), each.name
+
+
 # --- what Colab and Binder have -----------------------------------------------------------------------------
 
 
@@ -127,6 +136,16 @@ def test_badges_open_a_notebook_of_this_repository():
     assert len(opened) >= 2
     for path in opened:
         assert (ROOT / path).is_file(), path
+
+
+def test_what_runs_on_a_gpu_knows_cards_without_bf16():
+    """A cell that measures 16 bits on the student's GPU asks `lab.half` which: a T4 only emulates bf16."""
+    for each in select(ROOT):
+        for cell in build.parse(each.source):
+            if 'lab.device.type == "cuda":' in cell.source and re.search(r"bfloat16|amp-bf16", cell.source):
+                assert "lab.half" in cell.source, (
+                    f"{each.name}, cell {cell.id}: takes bf16 whatever the GPU is"
+                )
 
 
 # --- torch, from its oldest version on ----------------------------------------------------------------------
