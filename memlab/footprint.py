@@ -191,7 +191,7 @@ def footprint(
     device = device or ("cpu" if card is None else "cuda")
     if device not in DEVICES:
         raise unknown_name("device", device, DEVICES)
-    walk = Walk(config, recipe, device)
+    walk = Walk(config, recipe, device, card)
     walk.run()
     trained = sum(weight.count for weight in recipe.weights(config) if weight.trained)
     return Footprint(

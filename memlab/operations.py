@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from memlab.hardware import GPU
 from memlab.models import ConvConfig, TransformerConfig
 from memlab.recipe import BLOCK_4BIT, Recipe
 from memlab.units import DTYPE_BYTES
@@ -108,8 +109,8 @@ class Unit:
 class Tape:
     """Writes down operations with their shapes, in the dtypes that the recipe's precision gives them."""
 
-    def __init__(self, recipe: Recipe, device: str) -> None:
-        self.recipe, self.device = recipe, device
+    def __init__(self, recipe: Recipe, device: str, fused: bool = True, causal: bool = False) -> None:
+        self.recipe, self.device, self.fused, self.causal = recipe, device, fused, causal
         self.compute, self.stored = recipe.compute_dtype, recipe.parameter_dtype
         self.cuda = device == "cuda"
         self.frozen = recipe.lora_rank is not None
@@ -350,6 +351,8 @@ class Tape:
         scores = (batch, heads, tokens, tokens)
         if r.attention == "eager":
             return self._eager(q, k, v, scores, causal)
+        if self.cuda and not self.fused:
+            return self._plain(q, k, v, scores)
         if r.dropout > 0 and not self.cuda:
             return self._math(q, k, v, scores)
         lse = self.store("attn log-sum-exp", (batch, heads, tokens), "fp32")
@@ -421,6 +424,37 @@ class Tape:
         self.keep(*held)
         return self.copy(self.cast(x, dtype, f"attn output in {dtype}"), "attn output")
 
+    def _plain(self, q: Value, k: Value, v: Value, scores: tuple[int, ...]) -> Value:
+        """_scaled_dot_product_attention_math on CUDA: the scores are stored, in fp32 for 16-bit inputs."""
+        shape, dtype, grouped = q.shape, q.dtype, k.bytes < q.bytes
+        held = [self.cast(x, "fp32", f"{n} in fp32") for x, n in ((q, "queries"), (k, "keys"), (v, "values"))]
+        q, k, v = held
+        q = self.op("queries scaled", [q], shape, "fp32")
+        held.append(q)
+        if self.causal:
+            held.append(self.op("causal mask in fp32", [], scores[2:], "fp32", trains=False))
+        if grouped:
+            k, v = (self._repeat(x, q, name) for x, name in ((k, "keys"), (v, "values")))
+            held += [k, v]
+        k = self._per_head(self.op("keys scaled", [k], shape, "fp32"), "keys", grouped)
+        q = self._per_head(q, "queries", False)
+        why = "matrix product: each factor's gradient needs the other"
+        x = self.op("scores", [q, k], scores, "fp32", saves=self.factors(q, k), why=why)
+        if self.causal:
+            x = self.op("masked scores", [x], scores, "fp32", passes=True, inplace=x)
+        # _safe_softmax: the softmax, where it is -inf, and a result without those rows
+        x = self.op(
+            "attention weights", [x], scores, "fp32", result=True, scratch=x.bytes + math.prod(scores),
+            back=x.bytes, why="softmax: its backward needs its result",
+        )  # fmt: skip
+        x = self.dropout(x, "attention weights")
+        v = self._per_head(v, "values", grouped)
+        held.append(self.cast(x, dtype, f"attention weights in {dtype}"))  # its second result, unused
+        x = self.op("attn output per head", [x, v], shape, "fp32", saves=self.factors(x, v), why=why)
+        x = self.cast(x, dtype, f"attn output in {dtype}")
+        self.keep(*held)
+        return self.copy(x, "attn output")
+
     # the loss
 
     def loss(self, logits: Value, split: bool = False) -> Unit:
@@ -451,7 +485,18 @@ def streams(recipe: Recipe) -> bool:
     return recipe.zero_stage == 3 or recipe.offloaded("parameters") is not None
 
 
-def in_proportion(config: TransformerConfig | ConvConfig, recipe: Recipe) -> bool:
+def fuses(config: TransformerConfig | ConvConfig, recipe: Recipe, gpu: GPU | None) -> bool:
+    """Has this card an attention kernel that stores no scores? None: a card from Ampere on.
+
+    Before, bf16 and 16-bit heads that share keys go without (aten/native/transformers/cuda/sdp_utils.cpp).
+    """
+    if recipe.attention == "eager" or gpu is None or gpu.compute_capability >= (8, 0):
+        return recipe.attention != "eager"
+    shared = isinstance(config, TransformerConfig) and config.kv_heads < config.heads
+    return recipe.compute_dtype == "fp32" or (recipe.compute_dtype == "fp16" and not shared)
+
+
+def in_proportion(config: TransformerConfig | ConvConfig, recipe: Recipe, gpu: GPU | None = None) -> bool:
     """Does each tensor of this micro-batch belong to all samples alike, or hold as much for each?
 
     Then one list of operations serves all such micro-batches. A single sample is spared some copies, and what
@@ -461,18 +506,23 @@ def in_proportion(config: TransformerConfig | ConvConfig, recipe: Recipe) -> boo
         return False
     if recipe.micro_batch > 1 or not isinstance(config, TransformerConfig):
         return True
-    return config.positions == "rope" and not config.type_vocab and recipe.attention != "eager"
+    return config.positions == "rope" and not config.type_vocab and fuses(config, recipe, gpu)
 
 
 class Program:
     """A model's units in forward order, its logits, and tensors that belong to the whole forward."""
 
     def __init__(
-        self, config: TransformerConfig | ConvConfig, recipe: Recipe, device: str, micro_batch: int = 0
+        self,
+        config: TransformerConfig | ConvConfig,
+        recipe: Recipe,
+        device: str,
+        gpu: GPU | None = None,
+        micro_batch: int = 0,
     ) -> None:
         self.config, self.recipe = config, recipe
         self.micro_batch = micro_batch or recipe.micro_batch
-        self.tape = Tape(recipe, device)
+        self.tape = Tape(recipe, device, fuses(config, recipe, gpu), getattr(config, "causal", False))
         self.units: list[Unit] = []
         self.batch: list[Store] = []
         self.leaf: Value | None = None  # whose gradient nobody asked for, and yet is kept

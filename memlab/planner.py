@@ -44,7 +44,7 @@ from memlab import hardware, models
 from memlab.footprint import footprint
 from memlab.hardware import GPU, Link
 from memlab.models import ConvConfig, TransformerConfig
-from memlab.operations import Program, in_proportion
+from memlab.operations import Program, fuses, in_proportion
 from memlab.recipe import MIN_8BIT, Recipe, RecipeError
 from memlab.units import CONSUMERS, DTYPE_BYTES, GB, PHASES, format_count, format_gb
 from memlab.walk import ANY, Holding, Moment, Walk, largest, leaving
@@ -572,7 +572,7 @@ def engine_terms(config: Config, recipe: Recipe, gpu: GPU) -> list[EngineTerm]:
     Per GPU and phase. A negative term is what an engine does without. `footprint` counts ZeRO-2 and master
     weights as ZeRO's authors and Megatron keep them; FSDP2 differs by the terms here.
     """
-    walk = Walk(config, recipe.resolve(config), "cuda")
+    walk = Walk(config, recipe.resolve(config), "cuda", gpu)
     walk.run()
     return _terms(recipe, walk.holding, walk.peaks, gpu)
 
@@ -641,7 +641,7 @@ class _Work:
 _WHOLE: dict[str, Any] = {"lora_rank": None, "lora_targets": "attention", "base_weights": "full"}
 
 
-def _work(config: Config, recipe: Recipe) -> _Work:
+def _work(config: Config, recipe: Recipe, gpu: GPU | None) -> _Work:
     """Counted over `operations.Program`, whose list of operations `footprint` walks through."""
     micro = 2 if isinstance(config, ConvConfig) else 1
     plain = recipe.replace(
@@ -651,7 +651,7 @@ def _work(config: Config, recipe: Recipe) -> _Work:
     )  # fmt: skip
     total = dict.fromkeys(("flops", "fused", "block_flops", "traffic", "block_traffic"), 0)
     kernels = {"kernels": 0, "block_kernels": 0}
-    for unit in Program(config, plain.resolve(config), "cuda").units:
+    for unit in Program(config, plain.resolve(config), "cuda", gpu).units:
         block = unit.label in ("block", "stage", "transition")
         for op in unit.ops:
             if not op.outs:
@@ -874,24 +874,25 @@ class _Planner:
 
     def _walk(self, recipe: Recipe) -> tuple[dict[str, dict[str, int]], dict[str, str]]:
         """Rows and names of the largest moments; one walk serves all micro-batches if it can."""
-        alike = in_proportion(self.config, recipe)
+        alike = in_proportion(self.config, recipe, self.card)
         key = recipe.replace(micro_batch=2) if alike else recipe
         if key not in self._walks:
-            walk = Walk(self.config, key.resolve(self.config), "cuda", ANY if alike else 0)
+            walk = Walk(self.config, key.resolve(self.config), "cuda", self.card, ANY if alike else 0)
             walk.run()
             self._walks[key] = walk.noted  # not its operations, which would fill the memory
         return largest(self._walks[key], recipe.micro_batch)
 
     # cost
 
-    def _work_of(self, recipe: Recipe, attention: str | None = None) -> _Work:
-        attention = attention or recipe.attention
+    def _work_of(self, recipe: Recipe, fused: bool = False) -> _Work:
+        """`fused`: as if its attention ran in a kernel that stores no scores."""
+        attention, card = ("sdpa", None) if fused else (recipe.attention, self.card)
         key = (
-            recipe.precision, attention, recipe.dropout, recipe.sequence, recipe.image,
+            recipe.precision, attention, fused, recipe.dropout, recipe.sequence, recipe.image,
             recipe.tensor_parallel,
         )  # fmt: skip
         if key not in self._works:
-            self._works[key] = _work(self.config, recipe.replace(attention=attention))
+            self._works[key] = _work(self.config, recipe.replace(attention=attention), card)
         return self._works[key]
 
     def _rates(self, recipe: Recipe) -> _Rates:
@@ -907,7 +908,7 @@ class _Planner:
         launches = work.kernels * 3 + (work.block_kernels if r.checkpointing != "none" else 0)
         sample: dict[str, float] = {"compute": flops / (peak * a.mfu)}
         if self.transformer:
-            extra = 3 * (work.traffic - self._work_of(r, "sdpa").traffic)
+            extra = 3 * (work.traffic - self._work_of(r, fused=True).traffic)
             if r.checkpointing == "selective":
                 extra += work.block_traffic
             sample["memory traffic"] = max(extra, 0) / card.bandwidth
@@ -1010,7 +1011,8 @@ class _Planner:
                 micro_batch=micro, accumulation=1, zero_stage=0, world_size=r.tensor_parallel,
                 optimizer="sgd", optimizer_impl="foreach", offload=("activations:cpu",),
             )  # fmt: skip
-            self._leaving[key] = leaving(Program(self.config, plain.resolve(self.config), "cuda")) // micro
+            program = Program(self.config, plain.resolve(self.config), "cuda", self.card)
+            self._leaving[key] = leaving(program) // micro
         return self._leaving[key]
 
     def _outside(self, r: Recipe) -> tuple[int, int]:
@@ -1102,7 +1104,8 @@ class _Planner:
             family = _Family(recipe, numerics, severity, self._rates(recipe))
             impls = self._options("optimizer_impl", _impls(recipe.optimizer))
             # Stored scores are slower and larger than none; so are more passes of the update.
-            family.dominated = (recipe.attention == "eager" and len({*scores} - {"eager"}) > 0) or (
+            others = (recipe.replace(attention=a) for a in scores if recipe.attention == "eager" != a)
+            family.dominated = any(fuses(self.config, other, self.card) for other in others) or (
                 recipe.optimizer_impl != "fused" and "fused" in impls
             )
             yield family

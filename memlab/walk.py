@@ -22,6 +22,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
+from memlab.hardware import GPU
 from memlab.models import ConvConfig, TransformerConfig
 from memlab.operations import Op, Program, Store, Unit, Value, streams
 from memlab.recipe import BLOCK_8BIT, MIN_8BIT, Recipe, StateTensor, Weight
@@ -181,13 +182,19 @@ def _bytes(size: int, micro_batch: int) -> int:
 class Walk:
     """Counts what is alive, operation by operation, and keeps the largest moments of each phase.
 
-    micro_batch: the recipe's, or `ANY`: then `noted` holds the `largest` for all that are `in_proportion`.
+    gpu: whose attention kernels run. micro_batch: the recipe's, or `ANY`: then `noted` holds the `largest`
+    of all that are `in_proportion`.
     """
 
     def __init__(
-        self, config: TransformerConfig | ConvConfig, recipe: Recipe, device: str, micro_batch: int = 0
+        self,
+        config: TransformerConfig | ConvConfig,
+        recipe: Recipe,
+        device: str,
+        gpu: GPU | None = None,
+        micro_batch: int = 0,
     ) -> None:
-        self.config, self.recipe, self.device = config, recipe, device
+        self.config, self.recipe, self.device, self.gpu = config, recipe, device, gpu
         self.micro_batch = micro_batch or recipe.micro_batch
         self.holding = Holding.of(config, recipe)
         self.held, self.specs = self.holding.all, self.holding.trained
@@ -270,7 +277,7 @@ class Walk:
 
     def run(self) -> None:
         """The whole step."""
-        self.program = Program(self.config, self.recipe, self.device, self.micro_batch)
+        self.program = Program(self.config, self.recipe, self.device, self.gpu, self.micro_batch)
         self.extra = [0] * len(self.program.units)
         if self.away:
             self.host["activations"] = leaving(self.program)

@@ -85,6 +85,33 @@ def test_the_batch_outlives_each_micro_batch(precision: str) -> None:
         assert abs(size - traced[phase]) <= (20_000 if phase == "backward" else 8), phase
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("tinyllama-1.1b", {"precision": "amp-fp16"}),
+        ("tinyllama-1.1b", {"precision": "bf16", "micro_batch": 1}),
+        ("tinyllama-1.1b", {"precision": "amp-fp16", "checkpointing": "selective"}),
+        ("tinyllama-1.1b", {"precision": "fp32"}),  # its heads are repeated: a fused kernel runs
+        ("gpt2", {"precision": "bf16", "dropout": 0.1}),
+        ("bert-base", {"precision": "amp-bf16", "checkpointing": "full"}),
+        ("gpt2", {"precision": "amp-fp16"}),
+    ],
+)
+def test_cards_without_a_kernel_store_the_scores(name: str, fields: dict[str, Any]) -> None:
+    """Before Ampere: no bf16, and no shared heads in 16 bits. All that is missing are cuBLAS' workspaces."""
+    config = replace(model(name), layers=4)
+    recipe = Recipe(**{"sequence": 256, "micro_batch": 2, "optimizer": "sgd"} | fields)
+    formula, trace = footprint(config, recipe, "T4"), trace_step(config, recipe, gpu="T4")
+    computed, traced = (x.consumer_peaks()["activations"] for x in (formula, trace))
+    assert near(computed, traced, share=0.001)
+    for phase in PHASES:
+        missing = trace.phase_peaks()[phase] - formula.phase_peaks()[phase]
+        assert -200_000 <= missing - 2 * (2 * 4096 + 8 * 16) * 1024 <= 0.005 * trace.peak_bytes, (
+            phase,
+            missing,
+        )
+
+
 # at random
 
 

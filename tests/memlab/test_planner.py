@@ -97,7 +97,7 @@ def test_one_walk_answers_for_every_micro_batch(fields, name, adapters, device, 
     one = recipe.replace(micro_batch=micro)
     if not in_proportion(config, recipe) or not in_proportion(config, one):
         return
-    every, walked = Walk(config, recipe, device, ANY), Walk(config, one, device)
+    every, walked = Walk(config, recipe, device, micro_batch=ANY), Walk(config, one, device)
     every.run()
     walked.run()
     assert largest(every.noted, micro) == (walked.peaks, walked.moments)
@@ -109,7 +109,7 @@ def test_a_single_sample_may_need_a_walk_of_its_own():
     config = models.model("bert-base")
     single = Recipe(attention="eager", checkpointing="full", precision="bf16", optimizer="sgd")
     assert not in_proportion(config, single) and in_proportion(config, single.replace(micro_batch=2))
-    every, walked = Walk(config, single, "cpu", ANY), Walk(config, single, "cpu")
+    every, walked = Walk(config, single, "cpu", micro_batch=ANY), Walk(config, single, "cpu")
     every.run()
     walked.run()
     assert largest(every.noted, 1)[0] != walked.peaks
