@@ -450,8 +450,8 @@ class Plan:
 ASSUMED_CONTEXT = 512 * 2**20
 
 #: Assumptions, chosen after looking at stored residuals, not bounds. Formula: against the traced peaks of the
-#: recommended recipes in benchmarks/results/planner.json the closed form lies from 0.6 % below to 5.3 % above
-#: (gradients that leave for the host). Allocator: of 35 published `reserved` figures in
+#: recommended recipes in benchmarks/results/planner.json the closed form lies within 0.01 %, against random
+#: small ones in tests/memlab/test_footprint.py within 3 %. Allocator: of 35 published `reserved` figures in
 #: benchmarks/results/accuracy.json 24 are at most 1.5 % above what the replay gives, and the worst 12 %. So
 #: near a card's end only a trace with the allocator's rules decides, then a real run.
 FORMULA_RESIDUAL = 0.01
