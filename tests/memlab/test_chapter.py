@@ -181,3 +181,36 @@ def test_a_containers_limits_are_seen(monkeypatch):
 def test_importing_it_loads_no_torch():
     script = "import sys, memlab.chapter; assert 'torch' not in sys.modules and 'IPython' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+class OlderCard:
+    """What torch says of a Tesla T4."""
+
+    name, total_memory = "Tesla T4", 15_835_660_288
+
+
+def test_a_card_older_than_ampere_is_named_and_measured_in_fp16(monkeypatch):
+    t4 = chapter.Lab("02_four_consumers", torch.device("cuda", 0), "normal", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: OlderCard)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert t4.half == torch.float16
+    assert chapter._machine(t4.device) == (
+        "Tesla T4 (14.75 GiB as CUDA reports it; older than Ampere: bf16 only emulated, no FlashAttention-2)"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert t4.half == torch.bfloat16 and "Ampere" not in chapter._machine(t4.device)
+    assert begin(device="cpu").half == torch.bfloat16
+
+
+@pytest.mark.parametrize(("version", "enough"), [("2.10.1+cu128", False), ("2.11.0", True), ("3.0a0", True)])
+def test_an_old_torch_is_refused_in_one_line(monkeypatch, version, enough):
+    monkeypatch.setattr(torch, "__version__", version)
+    if enough:
+        assert f"torch {version}" in chapter.versions()
+        return
+    for call in (begin, chapter.versions):
+        with pytest.raises(
+            ImportError, match=r"needs torch 2.11 or newer and this is 2.10.1\+cu128"
+        ) as error:
+            call()
+        assert "\n" not in str(error.value)
