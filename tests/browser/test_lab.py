@@ -173,6 +173,9 @@ def test_a_chapter_is_worked_through(chromium: Any, lab: str) -> None:
         assert "0 of  3  open" in page.locator(".jp-Notebook").inner_text()
 
         exercise, check = student.cell("ex-2-1"), student.cell("check-2-1")
+        student.cell("picture-run")
+        view(page)
+        student.picture("lab-viewer-1280")
         student.run(exercise, WRONG)
         student.run(check)
         said = check.locator(".jp-OutputArea").inner_text()
@@ -223,9 +226,7 @@ def test_explorers_on_a_phone(chromium: Any, lab: str) -> None:
         explore(student, page.locator(".jp-CodeCell").filter(has_text="four_consumers("))
         student.picture("explorer-traced-400")
         assert violations(page, ".memlab-explorer") == []
-        frame = page.frame_locator("iframe[title$='viewer']")
-        page.locator("iframe[title$='viewer']").scroll_into_view_if_needed()
-        frame.locator("html[data-ready=true]").wait_for()
+        view(page)
         student.picture("viewer-400")
         assert [said for said in student.complaints if "/static/notebook/" not in said] == []
 
@@ -235,6 +236,19 @@ def solution(id_: str, name: str = CHAPTER) -> str:
     source = (ROOT / "solutions" / f"{name}.py").read_text("utf-8")
     [code] = re.findall(rf'^# %% id="{id_}"[^\n]*\n(.*?)(?=^# %%)', source, re.M | re.S)
     return "\n".join(line for line in code.rstrip().split("\n") if not line.strip().startswith("###"))
+
+
+def view(page: Any) -> None:
+    """Sees the viewer draw."""
+    shown = page.locator("iframe[title$='viewer']").first
+    shown.scroll_into_view_if_needed()
+    frame = shown.content_frame
+    frame.locator("html[data-ready=true]").wait_for()
+    frame.locator("#facts").get_by_text("peak of live tensors").wait_for()
+    page.wait_for_timeout(500)
+    colours = """canvas => new Set(new Uint32Array(
+        canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size"""
+    assert frame.locator("#plot").evaluate(colours) > 5
 
 
 def explore(student: Student, cell: Any) -> None:
