@@ -37,12 +37,13 @@ DEVICES = ("cpu", "cuda")
 class Footprint:
     """Bytes of one training step, by consumer and by phase. All integers; see `includes`.
 
-    consumers   {consumer: its own largest bytes in the step}; these moments differ, so they don't add up to
-    the peak phases      {phase: {consumer: bytes, ..., 'total': bytes}} at the largest moment of that phase
-    moments     {phase: what is happening then} host        {consumer: bytes kept in CPU memory or on NVMe
-    instead} (offload) tensors     what the step keeps: parameters, gradients, optimizer states, activations
-    saved for the backward,
-                and the temporaries of the optimizer step
+    * `consumers`: {consumer: its own largest bytes in the step}; these moments differ, so they don't add up
+      to the peak
+    * `phases`: {phase: {consumer: bytes, ..., 'total': bytes}} at the largest moment of that phase
+    * `moments`: {phase: what is happening then}
+    * `host`: {consumer: bytes kept in CPU memory or on NVMe instead} (offload)
+    * `tensors`: what the step keeps, that is parameters, gradients, optimizer states and the activations saved
+      for the backward, and the temporaries of the optimizer step
     """
 
     model: str

@@ -132,7 +132,7 @@ def test_messages_name_what_is_missing(exercise: str) -> None:
             assert any(text in message for message in messages), messages
 
 
-@pytest.mark.parametrize("exercise", IDS)
+@pytest.mark.parametrize("exercise", ANSWERS)
 @pytest.mark.parametrize("value", [None, "many", 1.5, {}, {"parameters": 1}])
 def test_one_mistake_is_told_once(exercise: str, value: Any) -> None:
     given: Any = lambda *_: value  # noqa: E731
