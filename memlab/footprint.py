@@ -42,8 +42,8 @@ class Footprint:
     * `phases`: {phase: {consumer: bytes, ..., 'total': bytes}} at the largest moment of that phase
     * `moments`: {phase: what is happening then}
     * `host`: {consumer: bytes kept in CPU memory or on NVMe instead} (offload)
-    * `tensors`: what the step keeps, that is parameters, gradients, optimizer states and the activations saved
-      for the backward, and the temporaries of the optimizer step
+    * `tensors`: what the step keeps, that is parameters, gradients, optimizer states and the activations
+      saved for the backward, and the temporaries of the optimizer step
     """
 
     model: str
