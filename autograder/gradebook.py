@@ -8,10 +8,12 @@ import hashlib
 import logging
 import os
 import re
+import signal
 import sqlite3
 import sys
+import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,29 @@ _TABLES = {
     "alembic_version", "student", "course", "assignment", "notebook", "submitted_assignment", "base_cell",
     "source_cell", "submitted_notebook", "grade_cells", "solution_cells", "task_cells", "grade", "comment",
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt after the block, in place of whatever it raises.
+
+    nbgrader catches an interrupt and calls the submission faulty; and an entry is made whole or not at all.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread hears signals
+        return
+    heard: list[int] = []
+    before = {
+        name: signal.signal(name, lambda number, frame: heard.append(number))
+        for name in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+        if heard:
+            raise KeyboardInterrupt
 
 
 @functools.lru_cache(maxsize=4)
@@ -104,7 +129,8 @@ def prepare(out: Path, built: Iterable[build.Built]) -> None:
         ):
             continue
         write_atomically(path, text)
-        result = api(out).generate_assignment(name, force=True, create=True)
+        with interrupts_wait():
+            result = api(out).generate_assignment(name, force=True, create=True)
         if not result["success"]:
             raise CourseError(f"nbgrader can't release {name}: {why(result)}")
         write_atomically(released, stamp)
@@ -122,7 +148,7 @@ def take_over(out: Path, job: Job, outcome: Outcome) -> str:
     write_atomically(path, job.submitted)
     TakeOutputs.executed = nbformat.reads(outcome.executed, 4)  # type: ignore[no-untyped-call]
     SavePoints.points = outcome.points
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), interrupts_wait():
         warnings.simplefilter("ignore")  # SQLAlchemy's about nbgrader's models
         result = api(out).autograde(job.chapter, job.nbgrader_id, force=True, create=True)
         _settle_written(out, job, unchanged=before == written_answers(path))
