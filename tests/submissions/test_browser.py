@@ -124,9 +124,13 @@ def test_formgrader_opens_on_the_course_and_takes_a_grade(
     field = [f for f in fields if "/ 3" in f.evaluate("e => e.parentElement.innerText")][
         -1
     ]  # the written one
-    field.fill("2.5")
-    field.press("Tab")
-    watched.page.wait_for_timeout(1500)
+    watched.page.wait_for_load_state("networkidle")  # the points that there are have come
+    with watched.page.expect_response(
+        lambda answer: "/api/grade/" in answer.url and answer.request.method == "PUT", timeout=30_000
+    ) as saved:
+        field.fill("2.5")
+        field.press("Tab")
+    assert saved.value.ok
     watched.context.close()
     with environment() as variables:
         done = subprocess.run(
