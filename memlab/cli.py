@@ -216,7 +216,11 @@ def trace(
     gpu: Card = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="write the trace to this file (.json.gz)", metavar="FILE", show_default=False),
+        typer.Option(
+            help="write the trace to this file (.json.gz), or a page to look at it (.html)",
+            metavar="FILE",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -235,14 +239,18 @@ def trace(
     from memlab.report import trace_step
 
     result = trace_step(config, recipe, gpu=card)
-    if out is not None:
+    if out is not None and out.suffix.lower() in (".html", ".htm"):
+        from memlab.viewer import write_viewer
+
+        write_viewer(result, out)
+    elif out is not None:
         result.save(out)
     if as_json:
         _print_json(result.to_dict())
     else:
         _print(f"{config.name}, one training step\n{recipe.describe()}\n")
         for line in str(result).splitlines():
-            _print(textwrap.fill(line, 80) if line.startswith("note:") else line)
+            _print(textwrap.fill(line, 80) if line.startswith(("note:", "phases:")) else line)
         _print_notes(recipe, config, card)
 
 

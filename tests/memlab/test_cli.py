@@ -155,6 +155,12 @@ def test_trace_prints_the_recipe_and_saves(run, tmp_path):
     assert Trace.load(file).peak_bytes > 3 * 4 * 61_706
 
 
+def test_trace_writes_the_viewer_where_a_page_is_asked_for(run, tmp_path):
+    code, out, _ = run("trace", *SMALL, "--out", tmp_path / "step.html")
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert (tmp_path / "step.html").read_text("utf-8").lower().startswith("<!doctype html>")
+
+
 def test_a_step_that_is_too_large_for_the_card_is_the_answer_and_exit_code_1(run):
     code, out, err = run("trace", "gpt2", "--micro-batch", 64, "--gpu", "t4", "--precision", "amp-fp16")
     assert (code, out) == (1, "")
