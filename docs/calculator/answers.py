@@ -156,7 +156,7 @@ def _footprint(question: Mapping[str, Any], _: Any) -> dict[str, Any]:
 
 
 def _shape(shape: tuple[int, ...], count: int) -> str:
-    text = " x ".join(map(str, shape)) or "scalar"
+    text = " x ".join(f"{n:,}" for n in shape) or "scalar"
     return f"{count} of {text}" if count > 1 else text
 
 

@@ -457,9 +457,10 @@ function bars(rows, limit, alternative, width, { left = 84, thick = 30, units = 
   const top = limit.text ? 22 : 6, gap = 14, bottom = top + rows.length * (thick + gap) - gap + 6;
   const height = bottom + (axis ? 20 : 2);
   const svg = drawn("svg", { class: "bars", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": alternative });
+  const labels = drawn("g"); // over the card's end
   const write = (text, at, y, anchor, kind) => {
     const word = drawn("text", { x: at, y, "text-anchor": anchor, class: kind }, text);
-    svg.append(word);
+    labels.append(word);
     return word;
   };
   rows.forEach((row, place) => {
@@ -478,7 +479,7 @@ function bars(rows, limit, alternative, width, { left = 84, thick = 30, units = 
       const words = [`${BRIEF[name] ?? said(name)} ${sized(bytes, units)}`, sized(bytes, units)].find((text) => text.length * 6.7 + 6 < b - a);
       if (!words) continue;
       const long = words.length * 6.7 + 4, middle = (a + b) / 2;
-      if (filled) svg.append(drawn("rect", { x: middle - long / 2, y: base - 13, width: long, height: 18, rx: 3, fill: FILLS[name][0] }));
+      if (filled) labels.append(drawn("rect", { x: middle - long / 2, y: base - 13, width: long, height: 18, rx: 3, fill: FILLS[name][0] }));
       const word = write(words, middle, base, "middle", "");
       if (filled) word.style.fill = dark(FILLS[name][0]) ? "#FFFFFF" : "#111111";
     }
@@ -496,6 +497,7 @@ function bars(rows, limit, alternative, width, { left = 84, thick = 30, units = 
     const before = end > width / 2;
     write(limit.text, before ? Math.min(end + 4, width) : end - 4, 11, before ? "end" : "start", "limit-text");
   }
+  svg.append(labels);
   if (!axis) return svg;
   const unit = unitOf(largest, units), step = nice(largest / unit[1] / Math.max(2, Math.floor(inner / 110)));
   for (let tick = 0; tick * unit[1] <= largest * 1.0001; tick += step) {
