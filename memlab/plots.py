@@ -339,7 +339,8 @@ def html_bars(
             said += f", {html.escape(notes[label])}"
         parts.append(
             f"<div style='margin-top:{'2px' if small else '6px'}'>{said}</div>"
-            f"<div style='position:relative;height:{height};background:rgba(128,128,128,.2)'>"
+            f"<div style='position:relative;height:{height};background:rgba(128,128,128,.2);"
+            "outline:1px solid #888'>"
             f"<div style='display:flex;height:100%;overflow:hidden'>{''.join(pieces)}</div>{line}</div>"
         )
     if off_scale:
@@ -384,8 +385,8 @@ def html_log_bars(rows: Sequence[tuple[str, float, str]]) -> str:
 def swatch(consumer: str) -> str:
     """The colour and pattern of a consumer in `html_bars`, for the legend: HTML."""
     return (
-        "<span aria-hidden='true' style='display:inline-block;width:1em;height:1em;vertical-align:-0.15em;"
-        f"margin-right:0.4em;{_painted(consumer)}'></span>"
+        "<span aria-hidden='true' style='display:inline-block;width:1em;height:1em;border:1px solid #888;"
+        f"vertical-align:-0.15em;margin-right:0.4em;{_painted(consumer)}'></span>"
     )
 
 

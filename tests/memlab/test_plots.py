@@ -1,6 +1,7 @@
 import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -375,3 +376,54 @@ def test_timelines_share_one_scale_and_refuse_what_they_cannot_draw():
     for traces in ({}, dict.fromkeys("abcd", step()), {"empty": Trace()}):
         with pytest.raises(ValueError, match="timelines"):
             plots.timelines(traces, "nothing")
+
+
+# -- bars as HTML ---
+
+HELD = {"before": {"parameters": GIB}, "now": {"parameters": GIB, "activations": 3 * GIB}}
+
+
+def test_html_bars_are_to_scale_and_say_in_words_what_they_show():
+    page = plots.html_bars(HELD, 2 * GIB, "T4", {"now": "in <backward>"})
+    widths = [float(width) for width in re.findall(r"flex: ?0 0 ([\d.]+)%", page)]
+    assert widths == [25, 25, 75]  # of the larger bar, 4 GiB
+    assert "left:calc(50.00% - 3px)" in page  # the capacity
+    (alt,) = re.findall(r'role=.img. aria-label="([^"]*)"', page)
+    assert (
+        "capacity of T4: 2.00 GiB" in alt
+        and "now: 4.00 GiB (parameters 1.00 GiB, activations 3.00 GiB)" in alt
+    )
+    assert "in &lt;backward&gt;" in page and "<script" not in page and "<backward>" not in page
+
+
+def test_html_bars_of_a_card_far_too_large_are_still_seen():
+    page = plots.html_bars(HELD, 100 * GIB, "B200")
+    assert "off the scale" in page and "left:calc" not in page
+
+
+def test_small_html_bars_have_no_numbers_inside_and_zeros_are_bars_too():
+    assert "numbers in the bars" not in plots.html_bars(HELD, GIB, "T4", small=True)
+    assert "0 B" in plots.html_bars({"nothing": {}}, GIB, "T4")
+
+
+def test_consumers_differ_in_html_without_their_colours():
+    hatches = [plots._HATCHES[name] for name in units.CONSUMERS]
+    assert len(set(hatches)) == len(units.CONSUMERS)
+    assert all(plots._HATCHES[name] in plots.swatch(name) for name in units.CONSUMERS)
+
+
+@pytest.mark.parametrize(
+    ("bars", "says"), [({}, "nothing to draw"), ({"a": {"weights": 1}}, "consumer of 'a'")]
+)
+def test_html_bars_refuse_what_they_cannot_draw(bars, says):
+    with pytest.raises(ValueError, match=says):
+        plots.html_bars(bars, GIB, "T4")
+
+
+def test_html_log_bars_are_as_long_as_the_power_of_ten():
+    page = plots.html_log_bars([("fast", 1e-3, "1 ms"), ("slow & far", 1e1, "10 s")])
+    short, long = (float(width) for width in re.findall(r"width: ?([\d.]+)%", page))
+    assert long == 100 and short == pytest.approx(20)
+    assert "fast: 1 ms, slow &amp; far: 10 s" in page
+    with pytest.raises(ValueError, match="log axis"):
+        plots.html_log_bars([("none", 0, "0 s")])
