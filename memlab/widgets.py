@@ -301,7 +301,10 @@ def _step_change(
         lever = None
     if lever:
         return f"{said}. This is step {lever} of the seven, {_SEVEN[lever]}."
-    return f"{said}. This is {_NO_LEVER.get(key, 'another job')}, none of the seven steps."
+    what = _NO_LEVER.get(key, "another job")
+    if key == "optimizer" and now[key][0] == before[key][0]:
+        what = "the same update, carried out in another way"
+    return f"{said}. This is {what}, none of the seven steps."
 
 
 def _signed(size: int) -> str:

@@ -304,7 +304,8 @@ def test_the_quick_part_of_a_view_is_that_of_the_whole(name):
         ({"zero_stage": 3}, "ZeRO shards over ranks, and there is one"),
         ({"zero_stage": 3, "ranks": 8}, "ZeRO none → stage 3, Ranks 1 → 8"),
         ({"sequence": 4096}, "gpt2 has 1,024 positions and no more"),
-        ({"optimizer": ("sgd", "foreach")}, "none of the seven steps"),
+        ({"optimizer": ("sgd", "foreach")}, "another optimizer, which changes training, none of the seven"),
+        ({"optimizer": ("adamw", "fused")}, "the same update, carried out in another way, none of the seven"),
     ],
 )
 def test_a_change_names_its_step_of_the_seven(changed, says):
