@@ -349,7 +349,7 @@ def _lost(data: bytes, fixed: Any) -> str:
             continue
         if cell.get("cell_type") != "code" and "# exercise" not in text:
             continue  # a helper that was made a text is a text
-        # what format 3 calls a heading, and what took a written answer's id, is kept as text, and that is said
+        # a heading of format 3, and what took a written answer's id, is kept as text, and that is told
         as_text = cell.get("cell_type") == "heading" or str(cell.get("id", "")).startswith("written-")
         if text.strip() and text.strip() not in (everything if as_text else kept):
             return f"changed or lost: {text[:120]!r}"
