@@ -20,7 +20,7 @@ from tests.exercises import of_mutant, of_solution, score, untouched, wrong_answ
 
 #: Chapter -> points of its exercises, and how many wrong answers at least and at most each is tested with.
 CHAPTERS: dict[str, tuple[list[int], int, int]] = {
-    "01_memory_basics": ([2, 2, 1, 2, 3], 3, 12),
+    "01_memory_basics": ([2, 2, 1, 2, 3], 3, 20),
     "02_four_consumers": ([3, 4, 4, 2, 2], 3, 20),
     "03_deep": ([2, 1, 2, 4, 3, 3], 3, 12),
     "04_wide": ([2, 2, 2, 5, 4, 5], 3, 10),

@@ -129,7 +129,6 @@ def _gradebook_is_whole(out: Path) -> None:
 
 def test_interrupted_and_terminated_runs_end_by_themselves(root: Path) -> None:
     _adopt_orphans()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job hands on "ignore"
     mine = _children()
     for name, code in ((signal.SIGINT, 130), (signal.SIGTERM, 130)):
         with environment() as variables:
