@@ -12,9 +12,11 @@ nothing is held back for a formula. FLOPs are counted on the traced operators (t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,13 +98,36 @@ def load(name: str) -> Build:
     sys.path.insert(0, here)
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name}: can't be imported: {error}") from None
+    except (Exception, SystemExit) as error:  # a module may raise anything
+        raise ValueError(f"{name}: can't be imported: {_said(error)}") from None
     finally:
         sys.path.remove(here)
     if not callable(found):
         raise ValueError(f"{name} isn't a function")
     return found  # type: ignore[no-any-return]
+
+
+def _said(error: BaseException) -> str:
+    """'ValueError: no weights (mine.py, line 12)': the innermost line that isn't torch's or ours."""
+    rooms = (__file__, torch.__file__, importlib.__file__)
+    ours = tuple(str(Path(file).parent) for file in rooms)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
+
+
+@contextlib.contextmanager
+def _blamed(name: str) -> Iterator[None]:
+    """What the user's own code raises becomes one line that says so."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1].filename
+        if isinstance(error, ValueError) and last == __file__:
+            raise  # ours: it says what to return
+        raise ValueError(f"{name} failed: {_said(error)}") from None
 
 
 def plan_built(
@@ -114,7 +139,8 @@ def plan_built(
     says: told what is traced next. Raises ValueError where `build` doesn't return (module, batch).
     """
     sixteen = "amp-bf16" if "bf16" in gpu.dtypes else "amp-fp16"
-    flops = _flops(name, build, effective_batch)
+    with _blamed(name):
+        flops = _flops(name, build, effective_batch)
     sizes = [b for b in range(effective_batch, 0, -1) if effective_batch % b == 0]
     ways = []
     for precision, optimizer, numerics in (
@@ -130,7 +156,8 @@ def plan_built(
         micro, peak = 0, None
         for size in sizes:
             says(f"tracing {precision}, {optimizer}, micro-batch {size} ...")
-            peak = _traced(build, recipe, gpu, size, effective_batch // size)
+            with _blamed(name):
+                peak = _traced(build, recipe, gpu, size, effective_batch // size)
             if peak is not None:
                 micro = size
                 break

@@ -624,6 +624,8 @@ def doctor(
     from memlab import doctor as room
 
     said: list[str] = []
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} isn't a regular file: give the notebook's own path")
     notebook = room.read(file.read_bytes(), said)
     if release is None:
         known = room.releases()
@@ -772,6 +774,8 @@ def main() -> None:
     """The console script. Exit codes: 0, 1 out of memory, 2 for what the user can mend, 130 Ctrl-C."""
     # In the midst of a step an interrupt would often be raised, and lost, inside a finalizer.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    if sys.stdout is None:  # closed by the shell, as in `memlab models >&-`
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         code = app(prog_name="memlab", standalone_mode=False)
         sys.stdout.flush()

@@ -1167,9 +1167,8 @@ class _Planner:
                 continue
             targets = start.lora_targets if start.lora_rank is not None else "attention"
             asked = self._options("lora_targets", (targets,))
-            bases = self._options(
-                "base_weights", (start.base_weights,) if start.lora_rank is not None else ("full", "nf4")
-            )
+            kept = start.lora_rank is not None and rank == start.lora_rank and "lora_rank" not in self.allow
+            bases = self._options("base_weights", (start.base_weights,) if kept else ("full", "nf4"))
             for target, base in product(asked, bases):
                 yield {"lora_rank": rank, "lora_targets": target, "base_weights": base}
 
@@ -1229,6 +1228,9 @@ class _Planner:
             frozen = f", on frozen weights in {recipe.base_weights}" * recipe.quantized
             found.append(f"only adapters of rank {recipe.lora_rank} are trained{frozen}")
             severity += 4 + recipe.quantized
+        elif adapters and recipe.base_weights != self.start.base_weights:
+            found.append(f"the frozen weights are in {recipe.base_weights}")
+            severity += recipe.quantized
         return tuple(found), severity
 
     # the search

@@ -688,6 +688,8 @@ class Recipe:
             raise RecipeError(f"{path}: the recipe isn't UTF-8 text") from None
         except tomllib.TOMLDecodeError as error:
             raise RecipeError(f"{path}: not valid TOML: {error}") from None
+        except RecursionError:
+            raise RecipeError(f"{path}: nested too deeply for a recipe") from None
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from None
 

@@ -294,6 +294,8 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
     snapshot, OSError if the file can't be read.
     """
     file = Path(path)
+    if file.exists() and not file.is_file():  # a device or a pipe has no size to hold against the limit
+        raise SnapshotError(f"{path} isn't a regular file: save the snapshot to one")
     if file.stat().st_size > _LARGEST_FILE:
         raise SnapshotError(
             f"{path} has more than {format_bytes(_LARGEST_FILE)}: record fewer events, with "

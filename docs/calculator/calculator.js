@@ -100,7 +100,7 @@ function loading(message) {
 const form = $("choices-form"), planForm = $("plan-form");
 const control = (name) => (name ? form.elements.namedItem(name) ?? planForm.elements.namedItem(name) : null);
 const NUMBERS = ["world_size", "micro_batch", "accumulation", "sequence", "image", "tensor_parallel", "lora_rank", "dropout"];
-const BACK = {}; // each control's value on a fresh page
+const BACK = Object.create(null); // no "constructor" in it; each control's value on a fresh page
 
 function options(name, values) {
   const select = control(name);

@@ -325,3 +325,15 @@ def test_ctrl_c_ends_quietly_with_130():
     finally:
         process.kill()
     assert (process.returncode, err) == (130, "")
+
+
+@pytest.mark.parametrize("command", ["snapshot", "doctor"])
+def test_what_is_no_regular_file_is_not_read_to_its_end(run, command):
+    code, out, err = run(command, "/dev/zero")
+    assert (code, out) == (2, "") and "/dev/zero isn't a regular file" in err and err.count("\n") == 1
+
+
+def test_a_recipe_nested_too_deeply_is_one_line(run, tmp_path):
+    (tmp_path / "deep.toml").write_text("x=" + "[" * 5000)
+    code, out, err = run("footprint", "gpt2", "--recipe", tmp_path / "deep.toml")
+    assert (code, out) == (2, "") and "nested too deeply" in err and err.count("\n") == 1

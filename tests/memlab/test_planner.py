@@ -558,3 +558,13 @@ def test_interrupt_while_tracing_is_quiet():
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
+
+
+def test_adapters_on_whole_weights_may_become_adapters_on_nf4_where_adapters_are_asked_for():
+    """Whoever has adapters already isn't told that nothing fits where it does for others."""
+    start = Recipe(precision="bf16", sequence=8192, checkpointing="full")
+    allow = {"lora_rank": (None, 16)}
+    fresh = plan("llama3-8b", "RTX-4090", sequence=8192, start=start, allow=allow)
+    having = plan("llama3-8b", "RTX-4090", sequence=8192, start=start.replace(lora_rank=16), allow=allow)
+    assert fresh.best and having.best and having.best.recipe == fresh.best.recipe
+    assert "the frozen weights are in nf4" in str(having.to_dict())
