@@ -504,6 +504,9 @@ def test_a_link_brings_the_choices_back(page: Page) -> None:
     page.follow(f"model=nothing&precision=int3&colour=red&micro_batch=2&tab={HOSTILE}")
     assert "left out: model=nothing, precision=int3, colour=red, tab=</script>" in page.text("#link-said")
     assert "--micro-batch 2" in page.text("#command")
+    page.open("constructor=2&toString=1&micro_batch=3")  # names that every object has
+    assert "left out: constructor=2, toString=1" in page.text("#link-said")
+    assert "--micro-batch 3" in page.text("#command")
     page.page.click("#examples a >> nth=1")
     page.until("document.querySelector('#command').textContent.includes('llama2-70b')")
 
