@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import re
+import textwrap
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -796,3 +797,32 @@ def test_absurd_numbers() -> None:
         "DefaultCPUAllocator: not enough memory: you tried to allocate 9223372036854775807 bytes."
     ).first
     assert [c.label for c in host.causes] == ["int_overflow", "host_ram"]
+
+
+@pytest.mark.parametrize(
+    "prefix", ["2026-11-30T10:11:12.123Z worker-0 ", "node-1/0 12:00:00 ", "gpu-a-12 2026-11-30 10:11:12 "]
+)
+@pytest.mark.parametrize("width", [40, 47, 60, 72])
+def test_a_host_and_a_time_before_every_wrapped_line(prefix: str, width: int) -> None:
+    """A launcher's prefix that breaks 'CUDA out of / memory' apart doesn't make it the host's memory."""
+    text = (
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 224.00 MiB. GPU 0 has a total "
+        "capacity of 23.65 GiB of which 101.06 MiB is free. Including non-PyTorch memory, this process has "
+        "23.54 GiB memory in use. Of the allocated memory 22.91 GiB is allocated by PyTorch, and 183.90 MiB is "
+        "reserved by PyTorch but unallocated."
+    )
+    whole, wrapped = (
+        read(t).first.to_dict()
+        for t in (text, "".join(f"{prefix}{line}\n" for line in textwrap.wrap(text, width)))
+    )
+    names = (
+        "form",
+        "backend",
+        "requested",
+        "total",
+        "free",
+        "allocated",
+        "reserved_unallocated",
+        "this_process",
+    )
+    assert {name: wrapped[name] for name in names} == {name: whole[name] for name in names}
