@@ -807,9 +807,9 @@ def test_a_host_and_a_time_before_every_wrapped_line(prefix: str, width: int) ->
     """A launcher's prefix that breaks 'CUDA out of / memory' apart doesn't make it the host's memory."""
     text = (
         "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 224.00 MiB. GPU 0 has a total "
-        "capacity of 23.65 GiB of which 101.06 MiB is free. Including non-PyTorch memory, this process has 23.54 "
-        "GiB memory in use. Of the allocated memory 22.91 GiB is allocated by PyTorch, and 183.90 MiB is "
-        "reserved by PyTorch but unallocated."
+        "capacity of 23.65 GiB of which 101.06 MiB is free. Including non-PyTorch memory, this process "
+        "has 23.54 GiB memory in use. Of the allocated memory 22.91 GiB is allocated by PyTorch, and "
+        "183.90 MiB is reserved by PyTorch but unallocated."
     )
     whole, wrapped = (
         read(t).first.to_dict()
