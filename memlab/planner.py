@@ -1577,10 +1577,18 @@ class _Planner:
         p, g = DTYPE_BYTES[r.parameter_dtype], DTYPE_BYTES[r.gradient_dtype]
         shared = f", shared by {r.data_parallel} (ZeRO-{r.zero_stage})" if r.zero_stage else ""
         shared += f", split by {r.tensor_parallel} (tensor parallel)" if r.tensor_parallel > 1 else ""
+        count = format_count(self.config.parameter_count)
+        if r.lora_rank is None:
+            states = (
+                f"{count} parameters x ({p} + {g} + {each:.3g}) bytes of weights, gradients, optimizer states"
+            )
+        else:
+            trained = format_count(footprint(self.config, r, self.card).trained_count)
+            states = f"{count} parameters frozen in {r.base_weights if r.quantized else r.parameter_dtype}, "
+            states += f"{trained} in adapters of rank {r.lora_rank} have gradients and optimizer states"
         return (
-            f"{format_count(self.config.parameter_count)} parameters x ({p} + {g} + {each:.3g}) bytes of "
-            f"weights, gradients, optimizer states{shared}; at the peak ({found.peak_phase}): {parts} = "
-            f"{format_gb(found.peak)}; {card}: {verdict}"
+            f"{states}{shared}; at the peak ({found.peak_phase}): {parts} = {format_gb(found.peak)}; "
+            f"{card}: {verdict}"
         )
 
     # limits

@@ -568,3 +568,6 @@ def test_adapters_on_whole_weights_may_become_adapters_on_nf4_where_adapters_are
     having = plan("llama3-8b", "RTX-4090", sequence=8192, start=start.replace(lora_rank=16), allow=allow)
     assert fresh.best and having.best and having.best.recipe == fresh.best.recipe
     assert "the frozen weights are in nf4" in str(having.to_dict())
+    assert "8.03 B parameters frozen in bf16, 13.63 M in adapters of rank 16 have gradients" in " ".join(
+        having.render().split()
+    )
