@@ -523,6 +523,10 @@ def oom(
 
 def _is_snapshot(file: Path) -> bool:
     """A pickle or a saved trace, by its first bytes; a text log is neither, even if compressed."""
+    if file.is_char_device():
+        raise ValueError(
+            f"{file} is a device, which never ends: give a file, or pipe a log to standard input"
+        )
     with file.open("rb") as opened:
         head = opened.read(2)
     if head == b"\x1f\x8b":

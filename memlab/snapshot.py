@@ -307,7 +307,26 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise SnapshotError(f"{path}: {error}") from None
     if not (isinstance(data, dict) and isinstance(data.get("segments"), list)):
         raise SnapshotError(f"{path} isn't a memory snapshot: it has no list of segments")
+    for number, segment in enumerate(data["segments"]):
+        if fault := _fault(segment):
+            raise SnapshotError(f"{path} is damaged: segment {number} {fault}")
     return data
+
+
+def _fault(segment: Any) -> str:
+    """What no segment of a real snapshot has; '' where it may be one."""
+    if type(segment) is not dict:
+        return "is no table of fields"
+    blocks = segment.get("blocks", [])
+    if type(blocks) is not list or not all(type(block) is dict for block in blocks):
+        return "has no list of blocks"
+    total = segment.get("total_size", 0)
+    for size in (total, *(block.get("size", 0) for block in blocks)):
+        if type(size) is not int or not 0 <= size < 2**63:
+            return f"has a size that is no number of bytes: {str(size)[:40]!r}"
+    if "total_size" in segment and sum(block.get("size", 0) for block in blocks) > total:
+        return "is smaller than its blocks"
+    return ""
 
 
 def plain_pickle(raw: bytes) -> Any:

@@ -333,6 +333,11 @@ def test_what_is_no_regular_file_is_not_read_to_its_end(run, command):
     assert (code, out) == (2, "") and "/dev/zero isn't a regular file" in err and err.count("\n") == 1
 
 
+def test_a_device_is_no_log(run):
+    code, out, err = run("oom", "/dev/zero")
+    assert (code, out) == (2, "") and "/dev/zero is a device" in err
+
+
 def test_a_recipe_nested_too_deeply_is_one_line(run, tmp_path):
     (tmp_path / "deep.toml").write_text("x=" + "[" * 5000)
     code, out, err = run("footprint", "gpt2", "--recipe", tmp_path / "deep.toml")

@@ -317,3 +317,19 @@ def test_a_real_snapshots_shape() -> None:
     trace = trace_of(data)
     assert trace.before == 2 and trace.end_bytes == 2 * MIB - 8
     assert any("doesn't know consumers" in text for text in trace.caveats)
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        [], "text", {"total_size": "x"}, {"total_size": -5}, {"total_size": float("nan")},
+        {"total_size": 2**70}, {"total_size": True}, {"total_size": 512, "blocks": [{"size": 1024, "state": "active_allocated"}]},
+        {"total_size": 512, "blocks": {"size": 1}}, {"total_size": 512, "blocks": [[]]},
+    ],
+)  # fmt: skip
+def test_a_damaged_snapshot_is_named_and_gives_no_numbers(segment, tmp_path):
+    whole = {"total_size": 2048, "blocks": [{"size": 1024, "state": "active_allocated"}]}
+    file = tmp_path / "damaged.pickle"
+    file.write_bytes(pickle.dumps({"segments": [whole, segment], "device_traces": []}))
+    with pytest.raises(SnapshotError, match="is damaged: segment 1 "):
+        read_snapshot(file)
