@@ -323,7 +323,8 @@ def test_a_real_snapshots_shape() -> None:
     "segment",
     [
         [], "text", {"total_size": "x"}, {"total_size": -5}, {"total_size": float("nan")},
-        {"total_size": 2**70}, {"total_size": True}, {"total_size": 512, "blocks": [{"size": 1024, "state": "active_allocated"}]},
+        {"total_size": 2**70}, {"total_size": True},
+        {"total_size": 512, "blocks": [{"size": 1024, "state": "active_allocated"}]},
         {"total_size": 512, "blocks": {"size": 1}}, {"total_size": 512, "blocks": [[]]},
     ],
 )  # fmt: skip
