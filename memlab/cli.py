@@ -12,7 +12,6 @@ import functools
 import inspect
 import json
 import os
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
@@ -24,6 +23,7 @@ import typer
 
 from memlab import __version__
 from memlab import recipe as recipes
+from memlab.files import write_whole
 from memlab.recipe import Recipe
 from memlab.units import format_bytes, format_gb
 
@@ -137,6 +137,9 @@ def _with_recipe(command: Callable[..., None]) -> Callable[..., None]:
     def run(recipe: Path | None, **given: Any) -> None:
         names = [field.name for field in fields(Recipe)]
         changes = {name: value for name in names if (value := given.pop(name)) not in (None, [])}
+        if "" in changes.values():  # an empty shell variable, not a choice
+            name = next(name for name, value in changes.items() if value == "")
+            raise ValueError(f"--{name.replace('_', '-')} has no value")
         base = Recipe.from_toml(recipe) if recipe is not None else Recipe()
         command(recipe=base.replace(**changes), **given)
 
@@ -178,6 +181,8 @@ def _resolve(name: str, recipe: Recipe, card: GPU | None) -> tuple[TransformerCo
     """The model called `name` and the recipe made whole for it: mistakes come out before torch is loaded."""
     from memlab.models import model as find_model
 
+    if ":" in name and not Path(name).exists():
+        raise ValueError(f"{name}: only plan takes a module's function: memlab plan {name} --gpu CARD")
     config = find_model(name)
     return config, recipe.resolve(config, card)
 
@@ -236,6 +241,8 @@ def trace(
         raise ValueError(f"{out}: there is no such folder to write to")
     if out is not None and out.exists() and not out.is_file():
         raise ValueError(f"{out} isn't a regular file: choose a file's name for the trace")
+    if out is not None and out.suffix.lower() not in (".gz", ".html", ".htm"):
+        raise ValueError(f"{out}: end the name in .json.gz for the trace, in .html for a page to look at")
     from memlab.report import trace_step
 
     result = trace_step(config, recipe, gpu=card)
@@ -358,7 +365,9 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder for --export", metavar="DIR")] = Path(),
+    out: Annotated[
+        Path | None, typer.Option(help="folder for --export [.]", metavar="DIR", show_default=False)
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace/--no-trace", help="confirm the winner on a virtual card")
     ] = True,
@@ -375,7 +384,9 @@ def plan(
 
     if engine is not None and engine not in engines.ENGINES:
         raise unknown_name("engine", engine, engines.ENGINES)
-    if out.exists() and not out.is_dir():
+    if out is not None and engine is None:
+        raise ValueError("--out is the folder for --export: say for which engine")
+    if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"{out} isn't a folder: choose another for --out")
     if ":" in model and not Path(model).exists():
         _plan_built(model, gpu, count, effective_batch or 1, mfu, engine, as_json)
@@ -404,7 +415,7 @@ def plan(
             raise ValueError("nothing fits, so there is nothing to export")
         each = found.assumptions.gpus_per_node
         exported = engines.export(engine, model, best.recipe, gpus_per_node=each)
-        paths = exported.write(out)
+        paths = exported.write(out or Path())
     if as_json:
         data = {**found.to_dict(), "confirmed": sure.to_dict() if sure is not None else None, "export": None}
         if exported is not None:
@@ -499,7 +510,11 @@ def oom(
     chosen = _resolve(model, recipe, card) if model is not None else None
     from memlab.oom import Reports, name_tensors, read
 
-    if file not in (None, "-") and _is_snapshot(Path(str(file))):
+    if file is not None and Path(file).is_char_device():
+        raise ValueError(
+            f"{file} is a device, which never ends: give a file, or pipe a log to standard input"
+        )
+    if file not in (None, "-") and _kind(Path(str(file))) != "text":
         found = Reports(snapshot=_summary(Path(str(file)), None))
     elif file in (None, "-"):
         if sys.stdin.isatty():
@@ -521,32 +536,30 @@ def oom(
         _print(found)
 
 
-def _is_snapshot(file: Path) -> bool:
-    """A pickle or a saved trace, by its first bytes; a text log is neither, even if compressed."""
-    if file.is_char_device():
-        raise ValueError(
-            f"{file} is a device, which never ends: give a file, or pipe a log to standard input"
-        )
+def _kind(file: Path) -> str:
+    """'trace' (saved by memlab), 'snapshot' (a pickle) or 'text', by the first bytes, also inside gzip."""
+    if file.exists() and not file.is_file():  # what a pipe gives can be read once
+        return "text"
     with file.open("rb") as opened:
-        head = opened.read(2)
-    if head == b"\x1f\x8b":
+        head = opened.read(30)
+    if head[:2] == b"\x1f\x8b":
         import gzip
         import zlib
 
         try:
             with gzip.open(file) as packed:
-                return packed.read(30).startswith(b'{"format":"memlab.trace')
+                head = packed.read(30)
         except (OSError, EOFError, zlib.error):
-            return False
-    return head[:1] == b"\x80"
+            return "text"
+        if head.startswith(b'{"format":"memlab.trace'):
+            return "trace"
+    return "snapshot" if head[:1] == b"\x80" else "text"
 
 
 def _summary(file: Path, at: str | None) -> SnapshotSummary:
     from memlab.snapshot import read_snapshot, summarise, summarise_trace, trace_of
 
-    with file.open("rb") as opened:
-        head = opened.read(2)
-    if head == b"\x1f\x8b":
+    if _kind(file) == "trace":
         from memlab.trace import Trace
 
         return summarise_trace(Trace.load(file), at_peak=at != "end")
@@ -592,8 +605,7 @@ def snapshot(
         from memlab.trace import Trace
         from memlab.viewer import write_viewer
 
-        saved = _is_snapshot(file) and file.read_bytes()[:2] == b"\x1f\x8b"
-        shown = Trace.load(file) if saved else trace_of(read_snapshot(file))
+        shown = Trace.load(file) if _kind(file) == "trace" else trace_of(read_snapshot(file))
         write_viewer(shown, html, replay(shown.events, shown.sizes, marks=shown.marks), title=file.name)
     if as_json:
         _print_json(summary.to_dict(top))
@@ -644,7 +656,7 @@ def doctor(
     if out is not None:
         if out.exists():
             raise ValueError(f"{out} is there already: choose another name, so that nothing is lost")
-        out.write_text(room.to_text(mended), "utf-8")
+        write_whole(out, room.to_text(mended))
         _print(f"written to {out}, without outputs: hand this one in")
     elif said or repairs:
         _print("The grader mends the same by itself. To save a mended notebook, add --out mended.ipynb")
@@ -776,8 +788,6 @@ def _root(
 
 def main() -> None:
     """The console script. Exit codes: 0, 1 out of memory, 2 for what the user can mend, 130 Ctrl-C."""
-    # In the midst of a step an interrupt would often be raised, and lost, inside a finalizer.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     if sys.stdout is None:  # closed by the shell, as in `memlab models >&-`
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     try:
@@ -794,7 +804,8 @@ def main() -> None:
         sys.exit(_fail(str(error)))
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, known by name: torch may not be loaded
-            sys.exit(_fail(str(error), code=1))
+            hint = "Without --gpu the whole step is traced, whatever it takes."
+            sys.exit(_fail(f"{str(error).rstrip('.')}. {hint}", code=1))
         # Errors of the command line itself; typer may bring its own click, so they are known by what they do.
         message = getattr(error, "format_message", None)
         if message is None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab import models
+from memlab.files import write_whole
 from memlab.models import ConvConfig, TransformerConfig
 from memlab.recipe import Recipe
 from memlab.units import unknown_name
@@ -53,7 +54,7 @@ class Export:
         written = []
         for name, text in self.files.items():
             path = folder / name
-            path.write_text(text, encoding="utf-8")
+            write_whole(path, text)
             written.append(path)
         return written
 

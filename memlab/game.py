@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 from memlab import hardware, units
 from memlab.exercises.combined import CONTEXT, step_seconds, traced_peak, transformer
+from memlab.files import write_whole
 from memlab.recipe import Recipe
 from memlab.units import format_bytes
 
@@ -233,10 +233,7 @@ def _remember(move: Move, player: str) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump([*rows, row], stream, indent=1)
-        Path(name).replace(path)
+        write_whole(path, json.dumps([*rows, row], indent=1))
     except OSError as error:
         print(f"note: the move counts, but {path} can't be written ({error.strerror})")
 

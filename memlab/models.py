@@ -41,8 +41,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ class TransformerConfig:
     positions: str  # 'learned', 'rope'
     rope_theta: float | None = None
     type_vocab: int = 0
+    asked_dropout: float = 0.0  # of its config.json; what counts is the recipe's
+    ignored: tuple[str, ...] = ()  # what its config.json asks for and no figure holds, one sentence each
     source: str = ""
 
     @property
@@ -495,7 +498,7 @@ def model(name: str) -> TransformerConfig | ConvConfig:
     known = _BY_KEY.get(_key(name))
     if known is not None:
         return MODELS[known]
-    if name.endswith(".json") or "/" in name or "\\" in name:
+    if name.endswith(".json") or "/" in name or "\\" in name or Path(name, "config.json").is_file():
         return from_hf(name)
     raise unknown_name("model", name, MODELS)
 
@@ -561,16 +564,35 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any]]:
     if file.is_dir():
         file = file / "config.json"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: can't read the model's config: {error.strerror or error}") from None
-    except (UnicodeDecodeError, RecursionError):
+    except UnicodeDecodeError:
         raise ConfigError(f"{file}: not a JSON text") from None
+    return str(file), parse_config(text, str(file))
+
+
+_MARKS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]')
+_DEEPEST = 50
+
+
+def parse_config(text: str, where: str = "config") -> dict[str, Any]:
+    """The object that the text of a `config.json` holds. Raises ConfigError, a line that begins with `where`.
+
+    Nesting is bounded before json reads it: where a browser's Python runs out of stack, it is gone.
+    """
+    depth = 0
+    for mark in _MARKS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(mark.group(), 0)
+        if depth > _DEEPEST:
+            raise ConfigError(f"{where}: lists and objects in each other, more than {_DEEPEST} deep")
+    try:
+        values = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON: {error}") from None
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: a config.json holds one object, this one a {type(values).__name__}")
-    return str(file), values
+        raise ConfigError(f"{where}: a config.json holds one object, this one a {type(values).__name__}")
+    return values
 
 
 def from_hf(source: str | Path | Mapping[str, Any]) -> TransformerConfig:
@@ -578,8 +600,8 @@ def from_hf(source: str | Path | Mapping[str, Any]) -> TransformerConfig:
 
     Knows the model types gpt2, bert, llama, mistral and qwen2. Keys that a config leaves out take the
     defaults of `transformers`; sizes must be there. Raises ConfigError, one line with the file and the key,
-    for any other type, for missing or impossible values and for bad JSON. A sliding window is not modelled:
-    attention is counted over the whole sequence.
+    for any other type, for missing or impossible values and for bad JSON. What isn't modelled (a sliding
+    window, quantized weights) is in `ignored`.
     """
     where, values = ("config", source) if isinstance(source, Mapping) else _read_config(source)
     kind = values.get("model_type")
@@ -590,13 +612,35 @@ def from_hf(source: str | Path | Mapping[str, Any]) -> TransformerConfig:
     family = _HF_FAMILY[kind]
     keys = _Keys(where, values)
     named = values.get("_name_or_path") or values.get("name_or_path")
-    fallback = Path(where).parent.name or kind if where != "config" else kind
+    fallback = Path(where).resolve().parent.name or kind if where != "config" else kind
     name = named.rstrip("/").rpartition("/")[2] if isinstance(named, str) and named.strip("/") else fallback
     if family == "gpt2":
-        return _hf_gpt2(name, keys)
-    if family == "bert":
-        return _hf_bert(name, keys)
-    return _hf_llama(name, kind, keys)
+        config = _hf_gpt2(name, keys)
+    elif family == "bert":
+        config = _hf_bert(name, keys)
+    else:
+        config = _hf_llama(name, kind, keys)
+    dropout = max((keys.number(key, 0.0) for key in _DROPOUTS if keys.values.get(key)), default=0.0)
+    return replace(config, asked_dropout=dropout, ignored=tuple(_ignored(keys, config)))
+
+
+_DROPOUTS = (
+    "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+)  # fmt: skip
+
+
+def _ignored(keys: _Keys, config: TransformerConfig) -> Iterator[str]:
+    if keys.values.get("quantization_config") is not None:
+        yield (
+            "its quantization_config isn't read: weights are counted in the recipe's precision. Frozen 4-bit "
+            "weights under adapters are lora_rank with base_weights nf4."
+        )
+    window = (
+        keys.size("sliding_window", default=config.context) if config.family == "llama" else config.context
+    )
+    if window < config.context and keys.flag("use_sliding_window", True):
+        yield f"its sliding window of {window:,} isn't modelled: attention is over the whole sequence."
 
 
 def _split(keys: _Keys, hidden: int, heads: int) -> int:

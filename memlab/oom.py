@@ -701,7 +701,8 @@ def _streams(region: _Region) -> list[_Stream]:
 
 # --- from text without white space to messages --------------------------------------------------------------
 
-_SIZE = r"(\d{1,20}(?:\.\d{1,9})?)(bytes?|[kmgtpe]i?b|b)"
+# A C++ locale may print 15,90. Of a number with thousands and decimals no tail is taken for the whole.
+_SIZE = r"(?<!\d)(?<!\d[.,])(\d{1,20}(?:[.,]\d{1,9})?)(bytes?|[kmgtpe]i?b|b)"
 _UNITS = {"b": 1, "byte": 1, "bytes": 1} | {
     letter + rest: 1 << 10 * power for power, letter in enumerate("kmgtpe", 1) for rest in ("b", "ib")
 }
@@ -770,8 +771,11 @@ _OPTION = re.compile(r"pytorch_(?:cuda_|hip_)?alloc_conf")
 
 
 def parse_size(number: str, unit: str) -> int:
-    """'1.50', 'GiB' -> 1610612736: the nearest whole number of bytes. KB, MB, GB are binary here too."""
-    whole, _, decimals = number.partition(".")
+    """'1.50', 'GiB' -> 1610612736: the nearest whole number of bytes. KB, MB, GB are binary here too.
+
+    A comma is a decimal point: PyTorch prints no thousands.
+    """
+    whole, _, decimals = number.replace(",", ".").partition(".")
     scale: int = 10 ** len(decimals)
     return (2 * int(whole + decimals) * _UNITS[unit.lower()] + scale) // (2 * scale)
 
@@ -874,7 +878,7 @@ def _message(kind: str, text: str, head: str, label: str) -> Report:
         if match := pattern.search(text):
             number, unit = (group for group in match.groups() if group is not None)
             setattr(report, name, parse_size(number, unit))
-            report.printed[name] = f"{number} {unit}"
+            report.printed[name] = f"{number.replace(',', '.')} {unit}"
     if kind == "cpu" and (match := _HOST_BYTES.search(text)):
         report.requested = int(match.group(1))
     if kind == "cupy" and (match := _CUPY_BYTES.search(text)):
@@ -1422,6 +1426,8 @@ def _open_questions(report: Report) -> Iterator[str]:
     if report.backend == "cpu":
         yield "who else uses the host's memory: free -h and dmesg at that moment"
         return
+    if report.total is not None and report.free is not None and report.free > report.total:
+        yield "what was free: more than the card has can't be, so this isn't the message as it was printed"
     if report.requested is None:
         yield "how much was asked for, held and free: torch.cuda.memory_summary() or a snapshot before it"
     yield "whether memory grew from step to step (a leak): a step counter; did it fail at the first or later?"

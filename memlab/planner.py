@@ -508,6 +508,8 @@ def plan(
             raise ValueError(f"{name} must be a whole number from 1, not {value!r}")
     if count > 2**20:
         raise ValueError(f"count must be at most {2**20:,}, not {count}")
+    if isinstance(config, ConvConfig) and any((allow or {}).get("lora_rank", ())):
+        raise ValueError(f"adapters are for transformers here, and {config.name} is a convnet")
     if isinstance(mfu, bool) or not isinstance(mfu, int | float) or not 0 < mfu <= 1:
         raise ValueError(f"mfu must be above 0 and at most 1, not {mfu!r}")
     return _Planner(

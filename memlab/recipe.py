@@ -596,6 +596,14 @@ class Recipe:
                 f"sequence {self.sequence} is beyond the context of {config.context} that {config.name} "
                 "was made for: the memory is right, the model may not be."
             )
+        if isinstance(config, TransformerConfig):
+            said += [f"{config.name}: {what}" for what in config.ignored]
+            if config.asked_dropout and not self.dropout:
+                counts = f"dropout {config.asked_dropout:g} in the recipe counts it"
+                said.append(
+                    f"{config.name} asks for dropout {config.asked_dropout:g}, which this recipe leaves out: "
+                    + (f"{counts}." if config.has_dropout else "its family isn't modelled with any.")
+                )
         if gpu is not None and self.compute_dtype not in gpu.dtypes:
             said.append(
                 f"{gpu.name} has no {self.compute_dtype} arithmetic: torch emulates it, in the same bytes."

@@ -13,19 +13,21 @@ of the events is all that is known.
 
 from __future__ import annotations
 
+import gzip
 import os
 import pickle
 import pickletools
 import re
 import struct
-import tempfile
 import textwrap
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab.allocator import AllocatorConfig, Replay, replay
+from memlab.files import write_whole
 from memlab.units import CONSUMERS, GIB, PHASES, format_bytes
 
 if TYPE_CHECKING:
@@ -65,16 +67,7 @@ def snapshot(trace: Trace, result: Replay | None = None) -> dict[str, Any]:
 
 def write_snapshot(trace: Trace, path: str | os.PathLike[str], result: Replay | None = None) -> None:
     """Writes the snapshot; whole or not at all. For memory_viz the name should end in .pickle."""
-    data = pickle.dumps(snapshot(trace, result), protocol=_PROTOCOL)
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, pickle.dumps(snapshot(trace, result), protocol=_PROTOCOL))
 
 
 def _frames(block: Block) -> list[dict[str, Any]]:
@@ -287,7 +280,8 @@ def _cut(line: str, width: int = 100) -> str:
 
 
 def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The plain data of a snapshot that `torch.cuda.memory._dump_snapshot` or `write_snapshot` wrote.
+    """The plain data of a snapshot that `torch.cuda.memory._dump_snapshot` or `write_snapshot` wrote, also
+    one that was compressed with gzip since.
 
     Nothing in the file is executed: it is read by an interpreter that knows only the opcodes of numbers,
     strings, lists, tuples and dicts, and refuses every other one. Raises SnapshotError for what isn't such a
@@ -297,12 +291,18 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
     if file.exists() and not file.is_file():  # a device or a pipe has no size to hold against the limit
         raise SnapshotError(f"{path} isn't a regular file: save the snapshot to one")
     if file.stat().st_size > _LARGEST_FILE:
-        raise SnapshotError(
-            f"{path} has more than {format_bytes(_LARGEST_FILE)}: record fewer events, with "
-            "_record_memory_history(max_entries=100000)"
-        )
+        raise _too_large(path)
+    raw = file.read_bytes()
+    if raw[:2] == b"\x1f\x8b":
+        try:
+            with gzip.open(file) as packed:
+                raw = packed.read(_LARGEST_FILE + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise SnapshotError(f"{path}: the compressed file is damaged: {error}") from None
+        if len(raw) > _LARGEST_FILE:
+            raise _too_large(path)
     try:
-        data = plain_pickle(file.read_bytes())
+        data = plain_pickle(raw)
     except SnapshotError as error:
         raise SnapshotError(f"{path}: {error}") from None
     if not (isinstance(data, dict) and isinstance(data.get("segments"), list)):
@@ -311,6 +311,13 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
         if fault := _fault(segment):
             raise SnapshotError(f"{path} is damaged: segment {number} {fault}")
     return data
+
+
+def _too_large(path: str | os.PathLike[str]) -> SnapshotError:
+    return SnapshotError(
+        f"{path} has more than {format_bytes(_LARGEST_FILE)}: record fewer events, with "
+        "_record_memory_history(max_entries=100000)"
+    )
 
 
 def _fault(segment: Any) -> str:

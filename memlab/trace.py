@@ -15,7 +15,6 @@ import gzip
 import html
 import json
 import os
-import tempfile
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memlab.files import write_whole
 from memlab.units import CONSUMERS, PHASES, format_bytes, unknown_name
 
 FORMAT = "memlab.trace/1"
@@ -443,7 +443,7 @@ class Trace:
             raise ValueError("the trace is broken: a block has an unknown consumer")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write gzip-compressed JSON. Whole or not at all: a temporary file is renamed into place.
+        """Write gzip-compressed JSON, whole or not at all.
 
         Raises ValueError for what exists and is no regular file.
         """
@@ -468,15 +468,8 @@ class Trace:
             "info": self.info,
         }
         text = json.dumps(data, separators=(",", ":"))
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-        try:
-            # A fixed time stamp: the same trace gives the same bytes.
-            with os.fdopen(handle, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed:
-                packed.write(text.encode())
-            Path(temporary).replace(target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        # A fixed time stamp: the same trace gives the same bytes.
+        write_whole(target, gzip.compress(text.encode(), mtime=0))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:

@@ -18,13 +18,12 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 import zlib
 from array import array
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memlab.files import write_whole
 from memlab.units import CONSUMERS, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -67,17 +66,7 @@ def write_viewer(
     trace: Trace, path: str | os.PathLike[str], replay: Replay | None = None, title: str | None = None
 ) -> None:
     """Writes the page of `viewer_html`; whole or not at all."""
-    page = viewer_html(trace, replay, title)
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, viewer_html(trace, replay, title))
 
 
 def show(

@@ -51,15 +51,7 @@ def _model(question: Mapping[str, Any]) -> Config:
         return models.model(question["model"])
     if not text.strip():
         raise ConfigError("paste the text of a Hugging Face config.json: it begins with {")
-    try:
-        values = json.loads(text)
-    except RecursionError:
-        raise ConfigError("config: not a JSON text") from None
-    except ValueError as error:
-        raise ConfigError(f"config: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"a config.json holds one object, this one a {type(values).__name__}")
-    return models.from_hf(values)
+    return models.from_hf(models.parse_config(text))
 
 
 def _chosen(question: Mapping[str, Any]) -> tuple[Config, GPU, Recipe]:

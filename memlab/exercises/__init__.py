@@ -20,7 +20,6 @@ import io
 import json
 import math
 import os
-import tempfile
 import traceback
 import warnings
 from collections import Counter, OrderedDict, defaultdict
@@ -31,6 +30,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from memlab.files import write_whole
 from memlab.units import unknown_name
 
 #: Evidence travels to the grader as an output of this type (`{"exercise", "seed", "evidence"}`).
@@ -354,10 +354,7 @@ def _remember(exercise: Exercise, score: Score) -> None:
     path = _progress_file()
     with contextlib.suppress(OSError):  # a read-only home loses the record, not the check
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump({**_read_progress(), **_points}, stream)
-        Path(name).replace(path)
+        write_whole(path, json.dumps({**_read_progress(), **_points}))
 
 
 def progress() -> None:

@@ -72,6 +72,11 @@ def test_version(run):
         (("models", "gtp2"), "did you mean gpt2"),
         (("trace", "gtp2"), "did you mean gpt2"),
         (("compare", "gtp2"), "did you mean gpt2"),
+        (("footprint", "gpt2", "--optimizer-impl", ""), "--optimizer-impl has no value"),
+        (("footprint", "mine:build"), "only plan takes a module's function: memlab plan mine:build"),
+        (("trace", "gpt2", "--out", "step.txt"), "step.txt: end the name in .json.gz"),
+        (("plan", "gpt2", "--gpu", "t4", "--out", "."), "say for which engine"),
+        (("plan", "resnet50", "--gpu", "t4", "--lora"), "resnet50 is a convnet"),
     ],
     ids=str,
 )
@@ -125,13 +130,26 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(run, tmp_path):
     assert (recipe["set_to_none"], recipe["offload"]) == (True, ["gradients:cpu"])
 
 
-def test_a_config_json_is_a_model(run, tmp_path):
+def test_a_config_json_is_a_model(run, tmp_path, monkeypatch):
     from tests.memlab.test_models import GPT2
 
     file = tmp_path / "config.json"
     file.write_text(json.dumps(GPT2), encoding="utf-8")
     ours, theirs = (json.loads(run("footprint", name, "--json")[1]) for name in ("gpt2", file))
     assert ours["peak_bytes"] == theirs["peak_bytes"]
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(run("footprint", ".", "--json")[1]) == theirs  # the folder of the file
+
+
+def test_what_a_config_asks_for_and_no_figure_holds_is_said(run, tmp_path):
+    from tests.memlab.test_models import LLAMA
+
+    file = tmp_path / "config.json"
+    asks = {"quantization_config": {"bits": 4}, "attention_dropout": 0.1, "sliding_window": 1024}
+    file.write_text(json.dumps(LLAMA | asks), encoding="utf-8")
+    out = " ".join(run("footprint", file)[1].split())
+    assert "quantization_config isn't read" in out and "sliding window of 1,024 isn't modelled" in out
+    assert "asks for dropout 0.1" in out
 
 
 def test_what_is_worth_saying_is_printed(run):
@@ -153,6 +171,10 @@ def test_trace_prints_the_recipe_and_saves(run, tmp_path):
     assert (code, err) == (0, "")
     assert out.startswith("lenet5, one training step\nfp32, AdamW foreach, micro-batch 4, image 32x32")
     assert Trace.load(file).peak_bytes > 3 * 4 * 61_706
+    mask = os.umask(0o022)
+    os.umask(mask)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~mask  # as any new file
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_trace_writes_the_viewer_where_a_page_is_asked_for(run, tmp_path):
@@ -165,6 +187,7 @@ def test_a_step_that_is_too_large_for_the_card_is_the_answer_and_exit_code_1(run
     code, out, err = run("trace", "gpt2", "--micro-batch", 64, "--gpu", "t4", "--precision", "amp-fp16")
     assert (code, out) == (1, "")
     assert err.startswith("memlab: CUDA out of memory") and err.count("\n") == 1
+    assert err.endswith("Without --gpu the whole step is traced, whatever it takes.\n")
 
 
 def test_what_a_trace_cannot_run_is_refused(run, tmp_path):
@@ -303,12 +326,12 @@ def test_a_reader_that_goes_away_is_no_error():
 
 def test_ctrl_c_ends_quietly_with_130():
     code = (
-        "import sys, time, memlab.cli as cli\n"
+        "import sys, time, memlab.__main__ as command\n"
         "import memlab.models\n"
         "def slow(name):\n    print('started', flush=True)\n    time.sleep(60)\n"
         "memlab.models.model = slow\n"
         "sys.argv = ['memlab', 'models', 'gpt2']\n"
-        "cli.main()\n"
+        "command.main()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],

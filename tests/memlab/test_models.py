@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memlab.models import MODELS, ConfigError, ConvConfig, TransformerConfig, from_hf, model
+from memlab.models import MODELS, ConfigError, ConvConfig, TransformerConfig, from_hf, model, parse_config
 from memlab.units import UnknownNameError
 
 # Published or counted elsewhere: transformers (GPT-2, BERT with pooler, Llama, Qwen2.5, SmolLM2, TinyLlama,
@@ -203,6 +203,26 @@ def test_qwen_has_biases_and_a_head_width_of_its_own_is_kept():
     assert shapes["blocks.0.attn.query.bias"] == (64 * 64,)
     assert shapes["blocks.0.attn.out.weight"] == (8192, 64 * 64)
     assert "blocks.0.attn.out.bias" not in shapes
+
+
+def test_dropout_and_what_is_ignored_are_kept_for_the_notes():
+    asked = GPT2 | {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0}
+    assert from_hf(asked).asked_dropout == 0.2
+    assert not from_hf(GPT2).asked_dropout and not from_hf(LLAMA | {"sliding_window": None}).ignored
+    window = LLAMA | {"model_type": "qwen2", "sliding_window": 1024, "use_sliding_window": False}
+    assert not from_hf(window).ignored  # Qwen2's configs name a window that they don't use
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": ' + "[" * 100_000, "[" * 60 + "]" * 60, '{"a":' * 60 + "1" + "}" * 60]
+)
+def test_deep_nesting_ends_before_the_stack(text):
+    with pytest.raises(ConfigError, match=r"^c\.json: lists and objects in each other"):
+        parse_config(text, "c.json")
+
+
+def test_brackets_in_strings_are_text():
+    assert parse_config(json.dumps({"[" * 99: '\\"{' * 99, "b": {}})) == {"[" * 99: '\\"{' * 99, "b": {}}
 
 
 def test_newer_configs_keep_theta_among_the_rope_parameters():

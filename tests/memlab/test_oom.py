@@ -364,6 +364,25 @@ def test_sizes_of_other_forms() -> None:
     assert (cupy.form, cupy.requested) == ("other", GIB)
 
 
+def test_a_decimal_comma_is_a_point_and_no_tail_of_a_number_is_taken() -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate 20{0}50 MiB (GPU 0; {1} GiB total capacity; "
+        "14{0}75 GiB already allocated; 16{0}75 MiB free; 14{0}83 GiB reserved in total by PyTorch)"
+    )
+    [point], [comma] = (read(text.format(sign, f"15{sign}90").encode()) for sign in ".,")
+    assert point.to_dict() == comma.to_dict()
+    [odd] = read(text.format(".", "1,234.56").encode())
+    assert odd.total is None and odd.requested == point.requested
+
+
+def test_more_free_than_the_card_has_is_said() -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 15.90 GiB total capacity; 14.75 GiB already "
+        "allocated; 200.00 GiB free; 14.83 GiB reserved in total by PyTorch)"
+    )
+    assert any("isn't the message as it was printed" in line for line in read(text.encode())[0].cannot_tell)
+
+
 def test_what_is_no_message_is_said_in_one_line() -> None:
     for text in ("", "hello\nworld", "loss 1.0\n" * 100, "\x80\x04."):
         with pytest.raises(NoMessageError, match="no out-of-memory message found") as caught:

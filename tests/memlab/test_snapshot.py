@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import pickle
 import pickletools
 import random
@@ -317,6 +318,18 @@ def test_a_real_snapshots_shape() -> None:
     trace = trace_of(data)
     assert trace.before == 2 and trace.end_bytes == 2 * MIB - 8
     assert any("doesn't know consumers" in text for text in trace.caveats)
+
+
+def test_a_compressed_snapshot_is_read_and_a_damaged_one_named(tmp_path):
+    whole = {"total_size": 2048, "blocks": [{"size": 1024, "state": "active_allocated"}]}
+    data = {"segments": [whole], "device_traces": []}
+    packed = gzip.compress(pickle.dumps(data))
+    file = tmp_path / "dump.pickle.gz"
+    file.write_bytes(packed)
+    assert read_snapshot(file) == data
+    file.write_bytes(packed[:-9])
+    with pytest.raises(SnapshotError, match=r"dump.pickle.gz: the compressed file is damaged"):
+        read_snapshot(file)
 
 
 @pytest.mark.parametrize(
