@@ -627,11 +627,9 @@ class Recipe:
             f"micro-batch {self.micro_batch}" + (f" x {self.accumulation}" if self.accumulation > 1 else ""),
             *size,
         ]
-        second = [
-            f"attention {self.attention}",
-            f"checkpointing {self.checkpointing}",
-            f"dropout {self.dropout:g}",
-        ]
+        second = [f"checkpointing {self.checkpointing}", f"dropout {self.dropout:g}"]
+        if self.image is None:
+            second.insert(0, f"attention {self.attention}")
         if not self.set_to_none:
             second.append("gradients kept")
         if self.world_size == 1:

@@ -32,22 +32,38 @@ class Room {
   constructor(notice = () => {}) {
     this.waiting = new Map();
     this.next = 0;
+    this.notice = notice;
+    this.begin();
+  }
+
+  begin() {
     this.worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
     this.worker.onmessage = ({ data }) => {
-      if (data.kind !== "answer") {
-        notice(data);
+      if (data.kind === "answer") {
+        this.waiting.get(data.id)?.resolve({ answer: parsed(data.answer), ms: data.ms });
+        this.waiting.delete(data.id);
+      } else if (data.kind === "died") {
+        this.again(data);
+      } else {
+        this.notice(data);
         if (data.kind === "failed") this.fail(data.reason);
-        return;
       }
-      this.waiting.get(data.id)?.resolve({ answer: JSON.parse(data.answer), ms: data.ms });
-      this.waiting.delete(data.id);
     };
     this.worker.onerror = (event) => {
       event.preventDefault();
       const reason = event.message || "a script couldn't be loaded";
-      notice({ kind: "failed", reason });
+      this.notice({ kind: "failed", reason });
       this.fail(reason);
     };
+  }
+
+  /** A new Python for one that ended: the question that ended it is answered so, the others are asked again. */
+  again({ id, reason }) {
+    this.worker.terminate();
+    this.begin();
+    this.waiting.get(id)?.resolve({ answer: { error: `Python failed on this question and was started anew: ${reason}` }, ms: 0 });
+    this.waiting.delete(id);
+    for (const { asked } of this.waiting.values()) this.worker.postMessage(asked);
   }
 
   fail(reason) {
@@ -59,14 +75,23 @@ class Room {
   ask(kind, question, data) {
     if (this.failed) return Promise.resolve({ answer: { error: `Python didn't start: ${this.failed}` }, ms: 0 });
     const id = this.next++;
+    const asked = { id, kind, question: JSON.stringify(question), data };
     return new Promise((resolve) => {
-      this.waiting.set(id, { resolve });
-      this.worker.postMessage({ id, kind, question: JSON.stringify(question), data });
+      this.waiting.set(id, { resolve, asked });
+      this.worker.postMessage(asked);
     });
   }
 
   close() {
     this.worker.terminate();
+  }
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    return { error: `memlab's answer can't be read (${error.message}): please report it with this page's link` };
   }
 }
 
@@ -137,6 +162,7 @@ function fill() {
 const value = (element) => (element.type === "checkbox" ? String(Number(element.checked)) : element.value);
 
 function put(element, text) {
+  if (element.options && ![...element.options].some((option) => option.value === text)) return false;
   if (element.type === "checkbox") element.checked = text === "1";
   else element.value = text;
   return value(element) === text;
@@ -351,7 +377,10 @@ function problem(reason) {
 const BINARY = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
 const DECIMAL = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["KB", 1e3], ["B", 1]];
 const unitOf = (bytes, units = BINARY) => units.find(([, scale]) => bytes >= scale) ?? units.at(-1);
-const inUnit = (bytes, [, scale]) => (scale === 1 ? String(bytes) : (bytes / scale).toFixed(2));
+const inUnit = (bytes, [, scale]) => {
+  const digits = scale === 1 ? 0 : 2;
+  return (bytes / scale).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+};
 const sized = (bytes, units = BINARY) => `${inUnit(bytes, unitOf(Math.abs(bytes), units))} ${unitOf(Math.abs(bytes), units)[0]}`;
 
 function render(found) {

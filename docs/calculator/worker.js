@@ -64,8 +64,9 @@ self.onmessage = async ({ data: { id, kind, question, data } }) => {
   try {
     answer = ask(kind, question, data);
   } catch (error) {
-    // a stack or memory that ended inside Python
-    answer = JSON.stringify({ error: `Python failed: ${String(error.message || error).trim().split("\n").pop()}` });
+    // a stack or memory that ended inside Python: after that it answers nothing more
+    self.postMessage({ kind: "died", id, reason: String(error.message || error).trim().split("\n").pop() });
+    return;
   }
   self.postMessage({ kind: "answer", id, answer, ms: performance.now() - began });
 };

@@ -275,8 +275,8 @@ def planner_uncertainty(
         ({"model": "gtp2", "recipe": {}}, "did you mean gpt2"),
         ({"config": "", "recipe": {}}, "paste the text of a Hugging Face config.json"),
         ({"config": "[1]", "recipe": {}}, "holds one object, this one a list"),
-        ({"config": "{" * 100_000, "recipe": {}}, "not valid JSON"),
-        ({"config": "[" * 100_000, "recipe": {}}, "JSON"),
+        ({"config": "{" * 100_000, "recipe": {}}, "lists and objects in each other, more than 50 deep"),
+        ({"config": "[" * 100_000, "recipe": {}}, "lists and objects in each other, more than 50 deep"),
         ({"config": '{"model_type": "mamba"}', "recipe": {}}, "model type 'mamba' isn't supported here"),
     ],
 )
@@ -501,8 +501,9 @@ def test_a_link_brings_the_choices_back(page: Page) -> None:
     link, before = page.page.evaluate("location.hash.slice(1)"), page.copied("#copy-json")
     page.open(link)
     assert page.copied("#copy-json") == before
-    page.follow(f"model=nothing&precision=int3&colour=red&micro_batch=2&tab={HOSTILE}")
+    page.follow(f"model=nothing&precision=int3&colour=red&micro_batch=2&tab={HOSTILE}&gpu=")
     assert "left out: model=nothing, precision=int3, colour=red, tab=</script>" in page.text("#link-said")
+    assert "--gpu A100-80GB" in page.text("#command")
     assert "--micro-batch 2" in page.text("#command")
     page.open("constructor=2&toString=1&micro_batch=3")  # names that every object has
     assert "left out: constructor=2, toString=1" in page.text("#link-said")
@@ -623,6 +624,33 @@ def test_a_python_that_does_not_come_is_said(chromium: Any, server: Server) -> N
         visitor.page.wait_for_selector("#result[data-state=error]", timeout=60_000)
         assert "Python didn't start: pyodide.asm.wasm didn't come" in visitor.text("#lead")
         assert "Reload the page" in visitor.text("#lead")
+
+
+@browser
+@long
+def test_a_python_that_ends_is_started_anew(chromium: Any, server: Server, folder: Path) -> None:
+    """What ends it by itself is refused before; so one question is made to end it here."""
+    script = (folder / "worker.js").read_text("utf-8")
+    asks = "answer = ask(kind, question, data);"
+    ends = 'if (question.includes(`"micro_batch":13`)) throw new Error("Fatal\\nstack ended");'
+    assert asks in script
+    with Page(chromium, server.address) as visitor:
+        worker = script.replace(asks, ends + asks)
+        visitor.context.route(
+            "**/worker.js", lambda route: route.fulfill(body=worker, content_type="text/javascript")
+        )
+        visitor.open("model=gpt2&gpu=T4")
+        for _ in range(2):
+            visitor.change("micro_batch", "13")
+            assert visitor.text("#lead") == (
+                "Python failed on this question and was started anew: stack ended"
+            )
+            visitor.change("micro_batch", "2")
+            assert visitor.text("#headline").startswith("Fits")
+        visitor.page.select_option("#model", "\0paste")
+        visitor.change("config", '{"a":' * 5000)
+        assert "more than 50 deep" in visitor.text("#lead")
+    assert visitor.complaints == []
 
 
 @browser
