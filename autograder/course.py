@@ -10,7 +10,6 @@ A chapter's name (`02_four_consumers`) is its nbgrader assignment and its nbgrad
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

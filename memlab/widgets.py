@@ -1118,7 +1118,7 @@ def _micro_batch_view(controls: Sequence[Control], now: Choices, before: Choices
     card, batch = hardware.gpu(now["gpu"]), now["batch"]
     step, earlier = _accumulated(now), _accumulated(before) if before is not None else None
     largest = _largest_micro_batch(now)
-    sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= batch]
+    sizes = sorted({now["micro_batch"], *(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= batch)})
     held = {n: _accumulated(now, n).footprint for n in sizes}
     rows = []
     for n, found in held.items():

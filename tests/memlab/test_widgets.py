@@ -396,3 +396,15 @@ def _alive(pid):
     except OSError:
         return False
     return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("checkpoint_segments", "segment"), ("micro_batches", "micro_batch"), ("zero_stages", "zero_stage")],
+)
+def test_the_choice_is_marked_among_the_bars(name, key):
+    explorer = getattr(widgets, name)()
+    [control] = [control for control in explorer.controls if control.key == key]
+    for _, value in control.options:
+        view = explorer.show({**explorer.start, key: value}, None)
+        assert view.chosen in view.bars
