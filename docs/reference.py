@@ -48,7 +48,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("In a notebook", ("chapter", "exercises", "plots", "widgets", "game")),
 )
 #: Floors that only the library itself stands on, and the command line, which has a page of its own.
-INNER = ("__main__", "background", "cli", "operations", "walk")
+INNER = ("__main__", "background", "cli", "files", "operations", "walk")
 #: Where not everything is for readers: exercises also hold what scores them.
 ONLY = {"exercises": ("check", "progress")}
 
