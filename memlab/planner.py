@@ -41,7 +41,7 @@ from itertools import product
 from typing import Any
 
 from memlab import hardware, models
-from memlab.footprint import footprint
+from memlab.footprint import Footprint, footprint
 from memlab.hardware import GPU, Link
 from memlab.models import ConvConfig, TransformerConfig
 from memlab.operations import Program, fuses, in_proportion
@@ -57,7 +57,9 @@ __all__ = [
     "EngineTerm",
     "Plan",
     "Step",
+    "Verdict",
     "engine_terms",
+    "judge",
     "plan",
 ]
 
@@ -518,6 +520,44 @@ def plan(
     ).plan()  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Whether one recipe fits, and what was reckoned with: bytes per GPU.
+
+    state        'fits'; 'tight': only a trace decides; 'no'
+    peak, phase  of the step's tensors and `terms`
+    terms        what the engine holds in that phase
+    context      of CUDA, and where its figure is from
+    doubt        (name, bytes, why) of what is held back
+    """
+
+    state: str
+    peak: int
+    phase: str
+    terms: tuple[EngineTerm, ...]
+    context: int
+    context_source: str
+    doubt: tuple[tuple[str, int, str], ...]
+
+
+def judge(config: Config, gpu: GPU, found: Footprint) -> Verdict:
+    """What `plan` says of the recipe of `found`, the footprint of `config` on `gpu`, as it is."""
+    recipe = found.recipe
+    rows = {phase: {c: found.phases[phase][c] for c in CONSUMERS} for phase in PHASES}
+    terms = _terms(recipe, Holding.of(config, recipe), rows, gpu)
+    for term in terms:
+        for phase, size in term.bytes.items():
+            rows[phase]["temporaries"] += size
+    whole = _Bytes(rows, found.moments)
+    assumed = _assume(gpu, None, None, 0.4)
+    one = _Planner(config, gpu, recipe.world_size, None, None, recipe, None, None, assumed, {})
+    return Verdict(
+        one._state(recipe, whole), whole.peak, whole.peak_phase,
+        tuple(term for term in terms if term.bytes[whole.peak_phase]), one.context, one.context_source,
+        tuple(one.uncertainty(recipe, whole.peak)),
+    )  # fmt: skip
+
+
 #: Memory of cards for desktops (GeForce); the others stand in servers.
 _DESKTOP = ("GDDR6X", "GDDR7")
 
@@ -834,6 +874,10 @@ class _Planner:
     @property
     def context(self) -> int:
         return ASSUMED_CONTEXT if self.card.context_bytes is None else self.card.context_bytes
+
+    @property
+    def context_source(self) -> str:
+        return self.card.context_source or "assumed: 0.14 GB (T4) to 1.4 GB (V100, CUDA 11) are reported"
 
     @property
     def usable(self) -> int:
@@ -1635,7 +1679,6 @@ class _Planner:
         largest_micro_batch, longest_sequence = self.limits(base)
         chosen = candidates[0].peak_bytes if candidates else start.peak
         doubt = self.uncertainty(base, chosen)
-        known = self.card.context_source or "assumed: 0.14 GB (T4) to 1.4 GB (V100, CUDA 11) are reported"
         notes = list(self.start.notes(self.config, self.card))
         for candidate in candidates[:1]:
             notes += [n for n in candidate.recipe.notes(self.config, self.card) if n not in notes]
@@ -1668,7 +1711,7 @@ class _Planner:
             limits=self.limits,
             searched=found.searched,
             assumptions=self.assumptions,
-            uncertainty=(("context", self.context, known), *doubt),
+            uncertainty=(("context", self.context, self.context_source), *doubt),
             notes=tuple(notes),
             parameter_count=self.config.parameter_count,
         )

@@ -13,12 +13,11 @@ from dataclasses import fields
 from typing import Any
 
 from memlab import engines, hardware, models, oom, planner
-from memlab.footprint import Footprint, footprint
+from memlab.footprint import footprint
 from memlab.hardware import GPU
 from memlab.models import ConfigError, ConvConfig, TransformerConfig
 from memlab.recipe import Recipe
 from memlab.units import CONSUMERS, PHASES, format_bytes, format_count, format_gb, parse_bytes
-from memlab.walk import Holding
 
 Config = TransformerConfig | ConvConfig
 
@@ -95,11 +94,11 @@ def _name(question: Mapping[str, Any]) -> str:
 def _footprint(question: Mapping[str, Any], _: Any) -> dict[str, Any]:
     config, card, recipe = _chosen(question)
     found = footprint(config, recipe, card)
-    judged = _judged(config, card, found)
-    phase, state = judged["phase"], judged["state"]
-    left = card.memory_bytes - judged["context"] - judged["peak"]
-    doubt = sum(size for _, size, _ in judged["doubt"])
-    needed = judged["peak"] + judged["context"] + doubt
+    judged = planner.judge(config, card, found)
+    phase, state = judged.phase, judged.state
+    left = card.memory_bytes - judged.context - judged.peak
+    doubt = sum(size for _, size, _ in judged.doubt)
+    needed = judged.peak + judged.context + doubt
     if state == "fits":
         headline = f"Fits: {format_bytes(left - doubt)} to spare"
     elif state == "no" and left < 0:
@@ -110,9 +109,9 @@ def _footprint(question: Mapping[str, Any], _: Any) -> dict[str, Any]:
         headline = f"{word}: {rest}, less than a closed form is sure of: trace it (memlab plan)"
     account = [
         (f"the step's tensors in {phase}", found.phases[phase]["total"], found.moments[phase]),
-        *judged["terms"],
-        ("context", judged["context"], judged["context_source"]),
-        *((f"held back: {name}", size, why) for name, size, why in judged["doubt"]),
+        *((term.name, term.bytes[phase], term.why) for term in judged.terms),
+        ("context", judged.context, judged.context_source),
+        *((f"held back: {name}", size, why) for name, size, why in judged.doubt),
     ]
     host = [(name.replace("_", " "), format_bytes(n)) for name, n in found.host.items()]
     return {
@@ -122,7 +121,7 @@ def _footprint(question: Mapping[str, Any], _: Any) -> dict[str, Any]:
         "recipe": found.recipe.describe(),
         "verdict": found._verdict(),
         "capacity": card.memory_bytes,
-        "context": judged["context"],
+        "context": judged.context,
         "gpu": card.name,
         "peak_bytes": found.peak_bytes,
         "peak_phase": found.peak_phase,
@@ -150,31 +149,6 @@ def _footprint(question: Mapping[str, Any], _: Any) -> dict[str, Any]:
 def _shape(shape: tuple[int, ...], count: int) -> str:
     text = " x ".join(f"{n:,}" for n in shape) or "scalar"
     return f"{count} of {text}" if count > 1 else text
-
-
-def _judged(config: Config, card: GPU, found: Footprint) -> dict[str, Any]:
-    """What `plan` would say of this recipe as its start, from the bytes that are there already."""
-    recipe = found.recipe
-    judge = planner._Planner(
-        config, card, recipe.world_size, None, None, recipe, None, None,
-        planner._assume(card, None, None, 0.4), {},
-    )  # fmt: skip
-    rows = {phase: {c: found.phases[phase][c] for c in CONSUMERS} for phase in PHASES}
-    terms = planner._terms(recipe, Holding.of(config, recipe), rows, card)
-    for term in terms:
-        for phase, size in term.bytes.items():
-            rows[phase]["temporaries"] += size
-    whole = planner._Bytes(rows, found.moments)
-    known = card.context_source or "assumed: 0.14 GB (T4) to 1.4 GB (V100, CUDA 11) are reported"
-    return {
-        "state": judge._state(recipe, whole),
-        "phase": whole.peak_phase,
-        "peak": whole.peak,
-        "terms": [(t.name, t.bytes[whole.peak_phase], t.why) for t in terms if t.bytes[whole.peak_phase]],
-        "context": judge.context,
-        "context_source": known,
-        "doubt": judge.uncertainty(recipe, whole.peak),
-    }
 
 
 def _footprint_json(question: Mapping[str, Any], _: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from docs.calculator import answers
 from docs.calculator.build import build, modules
 from docs.vendor import VendorError
 from memlab import engines, hardware, models, planner
+from memlab.footprint import footprint
 from memlab.recipe import Recipe
 from memlab.units import CONSUMERS, PHASES
 from tests.browser import Watched
@@ -248,22 +249,11 @@ def test_the_verdict_is_the_planners(model: str, gpu: str, recipe: dict[str, Any
     peak = sum(row[1] for row in found["account"] if row[0] != "context" and not row[0].startswith("held"))
     assert peak == plan.start_peak
     assert (found["state"] == "fits") == plan.fits
-    held = {name: size for name, size, _ in planner_uncertainty(model, gpu, recipe, peak)}
-    assert {
-        row[0].removeprefix("held back: "): row[1] for row in found["account"] if "held" in row[0]
-    } == held
+    verdict = planner.judge(models.model(model), hardware.gpu(gpu), footprint(model, Recipe(**recipe), gpu))
+    assert (verdict.state, verdict.peak) == (found["state"], peak)
+    held = {row[0].removeprefix("held back: "): row[1] for row in found["account"] if "held" in row[0]}
+    assert held == {name: size for name, size, _ in verdict.doubt}
     assert found["needed"][0] == sum(row[1] for row in found["account"])
-
-
-def planner_uncertainty(
-    model: str, gpu: str, recipe: dict[str, Any], peak: int
-) -> list[tuple[str, int, str]]:
-    card, config = hardware.gpu(gpu), models.model(model)
-    judge = planner._Planner(
-        config, card, recipe.get("world_size", 1), None, None, Recipe(**recipe), None, None,
-        planner._assume(card, None, None, 0.4), {},
-    )  # fmt: skip
-    return judge.uncertainty(judge.start, peak)
 
 
 @pytest.mark.parametrize(
