@@ -1,7 +1,7 @@
 """Makes the README's pictures: python -m docs.pictures (Chromium and a few minutes)
 
-timeline.png is a figure of the library; viewer.png the viewer of the same step; explorer.gif the explorer of
-chapter 2 in JupyterLab, with a kernel behind it.
+timeline.png is a figure of the library; viewer.png the viewer of the same step; calculator.png the site's
+calculator; explorer.gif the explorer of chapter 2 in JupyterLab, with a kernel behind it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 import memlab
+from docs.calculator.build import build
 from memlab import plots, viewer
 from tests.browser import CHROMIUM, ROOT, Watched
 from tests.browser.server import home, jupyter
+from tests.browser.test_calculator import Page, Server
 from tests.browser.test_lab import Student
 
 HERE = Path(__file__).parent / "images"
@@ -37,12 +39,23 @@ def main() -> None:
             reader.page.set_content(viewer.viewer_html(trace, title=title))
             reader.page.wait_for_selector("html[data-ready=true]")
             reader.page.wait_for_timeout(500)
-            picture = Image.open(io.BytesIO(reader.page.screenshot()))
-            few = picture.convert("RGB").quantize(palette=palette(picture, 128), dither=Image.Dither.NONE)
-            few.save(HERE / "viewer.png", optimize=True)
+            save(reader.page.screenshot(), "viewer.png")
+        with tempfile.TemporaryDirectory() as scratch:
+            build(Path(scratch))
+            server = Server(Path(scratch))
+            with Page(browser, server.address, width=1180, height=860) as engineer:
+                engineer.open()
+                save(engineer.page.screenshot(), "calculator.png")
+            server.shutdown()
         with tempfile.TemporaryDirectory() as scratch:
             explorer(browser, Path(scratch))
         browser.close()
+
+
+def save(screenshot: bytes, name: str) -> None:
+    picture = Image.open(io.BytesIO(screenshot))
+    few = picture.convert("RGB").quantize(palette=palette(picture, 128), dither=Image.Dither.NONE)
+    few.save(HERE / name, optimize=True)
 
 
 def explorer(browser: Any, folder: Path) -> None:
