@@ -23,7 +23,7 @@ import typer
 
 from memlab import __version__
 from memlab import recipe as recipes
-from memlab.files import write_whole
+from memlab.files import read_up_to, write_whole
 from memlab.recipe import Recipe
 from memlab.units import format_bytes, format_gb
 
@@ -177,6 +177,16 @@ def _card(name: str | None) -> GPU | None:
     return find_card(name) if name is not None else None
 
 
+def _writable(out: Path | None) -> None:
+    """Refuses, before the work, what can't be written after it."""
+    if out is None:
+        return
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: there is no such folder to write to")
+    if out.exists() and not out.is_file():
+        raise ValueError(f"{out} isn't a regular file: choose a file's name to write to")
+
+
 def _resolve(name: str, recipe: Recipe, card: GPU | None) -> tuple[TransformerConfig | ConvConfig, Recipe]:
     """The model called `name` and the recipe made whole for it: mistakes come out before torch is loaded."""
     from memlab.models import model as find_model
@@ -237,10 +247,7 @@ def trace(
     """
     card = _card(gpu)
     config, recipe = _resolve(model, recipe, card)
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ValueError(f"{out}: there is no such folder to write to")
-    if out is not None and out.exists() and not out.is_file():
-        raise ValueError(f"{out} isn't a regular file: choose a file's name for the trace")
+    _writable(out)
     if out is not None and out.suffix.lower() not in (".gz", ".html", ".htm"):
         raise ValueError(f"{out}: end the name in .json.gz for the trace, in .html for a page to look at")
     from memlab.report import trace_step
@@ -386,8 +393,10 @@ def plan(
         raise unknown_name("engine", engine, engines.ENGINES)
     if out is not None and engine is None:
         raise ValueError("--out is the folder for --export: say for which engine")
-    if out is not None and out.exists() and not out.is_dir():
-        raise ValueError(f"{out} isn't a folder: choose another for --out")
+    if out is not None:
+        there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise ValueError(f"{there} isn't a folder: choose another for --out")
     if ":" in model and not Path(model).exists():
         _plan_built(model, gpu, count, effective_batch or 1, mfu, engine, as_json)
         return
@@ -596,8 +605,7 @@ def snapshot(
     """
     if at not in (None, "peak", "end"):
         raise ValueError(f"--at {at}: choose peak or end")
-    if html is not None and not html.absolute().parent.is_dir():
-        raise ValueError(f"{html}: there is no such folder to write to")
+    _writable(html)
     summary = _summary(file, at)
     if html is not None:
         from memlab.allocator import replay
@@ -613,6 +621,9 @@ def snapshot(
         _print(summary.render(12 if top is None else top))
         if html is not None:
             _print(f"\nviewer written to {html}")
+
+
+_LARGEST_NOTEBOOK = 2**28
 
 
 @app.command()
@@ -640,9 +651,12 @@ def doctor(
     from memlab import doctor as room
 
     said: list[str] = []
+    _writable(out)
+    if out is not None and out.exists():
+        raise ValueError(f"{out} is there already: choose another name, so that nothing is lost")
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} isn't a regular file: give the notebook's own path")
-    notebook = room.read(file.read_bytes(), said)
+    notebook = room.read(read_up_to(file, _LARGEST_NOTEBOOK), said)
     if release is None:
         known = room.releases()
         if not known:
@@ -650,12 +664,10 @@ def doctor(
                 "this memlab came without the chapters: give the one you got with --release FILE"
             )
         release = known[room.chapter_of(notebook, file.name)]
-    mended, repairs = room.repair(notebook, room.read(release.read_bytes()))
+    mended, repairs = room.repair(notebook, room.read(read_up_to(release, _LARGEST_NOTEBOOK)))
     _print(f"{file.name} is {release.stem}: {room.state(mended)}")
     _print("\n".join(f"  - {line}" for line in [*said, *repairs]) or "  nothing to mend")
     if out is not None:
-        if out.exists():
-            raise ValueError(f"{out} is there already: choose another name, so that nothing is lost")
         write_whole(out, room.to_text(mended))
         _print(f"written to {out}, without outputs: hand this one in")
     elif said or repairs:

@@ -48,6 +48,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from memlab.files import read_up_to
 from memlab.units import DTYPE_BYTES, unknown_name
 
 
@@ -564,16 +565,18 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any]]:
     if file.is_dir():
         file = file / "config.json"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_up_to(file, _LARGEST).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: can't read the model's config: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: not a JSON text") from None
+    except ValueError as error:
+        raise ConfigError(f"{error}: that is no config.json") from None
     return str(file), parse_config(text, str(file))
 
 
 _MARKS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]')
-_DEEPEST = 50
+_DEEPEST, _LARGEST = 50, 2**24
 
 
 def parse_config(text: str, where: str = "config") -> dict[str, Any]:

@@ -547,7 +547,7 @@ def _regions(stream: IO[bytes], budget: _Budget) -> Iterator[_Region]:
         hits = _hits(low, _ANCHORS, *window)
         spans = _spans(hits, done, limit)
         if budget.anchors <= 0:
-            budget.unread += low.count(b"tried to alloc", done, limit)
+            budget.unread += _mentioned(low, done, limit)
             spans = []
         elif budget.mentions > 0 and (more := _hits(low, _MENTIONS, *window)):
             size = sum(end - begin for begin, end in spans)
@@ -561,7 +561,7 @@ def _regions(stream: IO[bytes], budget: _Budget) -> Iterator[_Region]:
                 line += _breaks(data, counted, start)
                 counted = start
                 if budget.anchors <= 0:
-                    budget.unread += low.count(b"tried to alloc", own, stop)
+                    budget.unread += _mentioned(low, own, stop)
                     continue
                 budget.anchors -= stop - own
                 yield _Region(data[start : stop + _AFTER], position + start, line, own - start, stop - start)
@@ -570,6 +570,11 @@ def _regions(stream: IO[bytes], budget: _Budget) -> Iterator[_Region]:
         keep = max(limit - _BEFORE, 0)
         line += _breaks(data, counted, keep)
         carry, done, position = data[keep:], limit - keep, position + keep
+
+
+def _mentioned(low: bytes, start: int, stop: int) -> int:
+    """Messages, by what most of them hold once."""
+    return max(low.count(words, start, stop) for words in (b"tried to alloc", b"out of memory"))
 
 
 def _breaks(data: bytes, start: int, stop: int) -> int:

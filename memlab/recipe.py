@@ -61,6 +61,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memlab.files import read_up_to
 from memlab.units import DTYPE_BYTES, unknown_name
 
 if TYPE_CHECKING:
@@ -686,7 +687,7 @@ class Recipe:
         Raises RecipeError, one line that begins with the path, for a file that can't be read or is wrong.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_up_to(path, 2**20).decode("utf-8")
             return cls.from_dict(tomllib.loads(text))
         except OSError as error:
             raise RecipeError(f"{path}: can't read the recipe: {error.strerror or error}") from None
@@ -698,6 +699,8 @@ class Recipe:
             raise RecipeError(f"{path}: nested too deeply for a recipe") from None
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from None
+        except ValueError as error:
+            raise RecipeError(f"{error}: that is no recipe") from None
 
 
 def _targeted(layer: str, chosen: tuple[str, ...] | str) -> bool:

@@ -13,21 +13,19 @@ of the events is all that is known.
 
 from __future__ import annotations
 
-import gzip
 import os
 import pickle
 import pickletools
 import re
 import struct
 import textwrap
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab.allocator import AllocatorConfig, Replay, replay
-from memlab.files import write_whole
+from memlab.files import read_up_to, unpack_up_to, write_whole
 from memlab.units import CONSUMERS, GIB, PHASES, format_bytes
 
 if TYPE_CHECKING:
@@ -290,17 +288,13 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path)
     if file.exists() and not file.is_file():  # a device or a pipe has no size to hold against the limit
         raise SnapshotError(f"{path} isn't a regular file: save the snapshot to one")
-    if file.stat().st_size > _LARGEST_FILE:
-        raise _too_large(path)
-    raw = file.read_bytes()
-    if raw[:2] == b"\x1f\x8b":
-        try:
-            with gzip.open(file) as packed:
-                raw = packed.read(_LARGEST_FILE + 1)
-        except (OSError, EOFError, zlib.error) as error:
-            raise SnapshotError(f"{path}: the compressed file is damaged: {error}") from None
-        if len(raw) > _LARGEST_FILE:
-            raise _too_large(path)
+    try:
+        raw = read_up_to(path, _LARGEST_FILE)
+        if raw[:2] == b"\x1f\x8b":
+            raw = unpack_up_to(path, _LARGEST_FILE)
+    except ValueError as error:
+        fewer = "record fewer events, with _record_memory_history(max_entries=100000)"
+        raise SnapshotError(f"{error}: {fewer}" if "more than" in str(error) else str(error)) from None
     try:
         data = plain_pickle(raw)
     except SnapshotError as error:
@@ -311,13 +305,6 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
         if fault := _fault(segment):
             raise SnapshotError(f"{path} is damaged: segment {number} {fault}")
     return data
-
-
-def _too_large(path: str | os.PathLike[str]) -> SnapshotError:
-    return SnapshotError(
-        f"{path} has more than {format_bytes(_LARGEST_FILE)}: record fewer events, with "
-        "_record_memory_history(max_entries=100000)"
-    )
 
 
 def _fault(segment: Any) -> str:

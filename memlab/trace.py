@@ -19,12 +19,12 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from memlab.files import write_whole
+from memlab.files import unpack_up_to, write_whole
 from memlab.units import CONSUMERS, PHASES, format_bytes, unknown_name
 
+_LARGEST = 2**30  # of a saved trace, unpacked: some 20 million events
 FORMAT = "memlab.trace/1"
 #: What happens before the first forward and between two steps.
 SETUP = "setup"
@@ -443,13 +443,7 @@ class Trace:
             raise ValueError("the trace is broken: a block has an unknown consumer")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write gzip-compressed JSON, whole or not at all.
-
-        Raises ValueError for what exists and is no regular file.
-        """
-        target = Path(path)
-        if target.exists() and not target.is_file():
-            raise ValueError(f"{path} isn't a regular file: choose a file's name for the trace")
+        """Write gzip-compressed JSON, whole or not at all. Raises as `files.write_whole`."""
         shape_index: dict[tuple[int, ...], int] = {}
         shapes = [shape_index.setdefault(shape, len(shape_index)) for shape in self.shapes]
         data = {
@@ -469,17 +463,14 @@ class Trace:
         }
         text = json.dumps(data, separators=(",", ":"))
         # A fixed time stamp: the same trace gives the same bytes.
-        write_whole(target, gzip.compress(text.encode(), mtime=0))
+        write_whole(path, gzip.compress(text.encode(), mtime=0))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Read what `save` wrote. Raises ValueError, naming the file, when it is something else or broken."""
         try:
-            with gzip.open(path, "rb") as packed:
-                data = json.loads(packed.read())
-        except FileNotFoundError:
-            raise
-        except (OSError, EOFError, ValueError) as error:
+            data = json.loads(unpack_up_to(path, _LARGEST))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} isn't a saved trace: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"{path} isn't a saved trace of this version: expected format {FORMAT!r}")

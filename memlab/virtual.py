@@ -11,6 +11,7 @@ storages. Any size can be traced on any machine, and the CPU's own step gives th
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,11 @@ from memlab.trace import Trace
 from memlab.units import unknown_name
 
 __all__ = ["DataDependentError", "VirtualGPU", "device"]
+
+# torch logs the traceback of a shape error that it raises as well.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(
+    lambda record: not str(record.msg).startswith("failed while attempting to run meta")
+)
 
 _active: list[VirtualGPU] = []
 

@@ -76,6 +76,17 @@ def test_version(run):
         (("footprint", "mine:build"), "only plan takes a module's function: memlab plan mine:build"),
         (("trace", "gpt2", "--out", "step.txt"), "step.txt: end the name in .json.gz"),
         (("plan", "gpt2", "--gpu", "t4", "--out", "."), "say for which engine"),
+        (
+            ("plan", "gpt2", "--gpu", "t4", "--export", "fsdp2", "--out", f"{__file__}/x"),
+            "test_cli.py isn't a folder",
+        ),
+        (("footprint", "/dev/zero"), "/dev/zero has more than 16.00 MiB: that is no config.json"),
+        (
+            ("footprint", "gpt2", "--recipe", "/dev/zero"),
+            "/dev/zero has more than 1.00 MiB: that is no recipe",
+        ),
+        (("snapshot", __file__, "--html", ""), "isn't a regular file: choose a file's name to write to"),
+        (("trace", "gpt2", "--out", "/nowhere/s.html"), "/nowhere/s.html: there is no such folder"),
         (("plan", "resnet50", "--gpu", "t4", "--lora"), "resnet50 is a convnet"),
     ],
     ids=str,

@@ -746,6 +746,11 @@ def test_a_log_full_of_messages_is_counted_to_its_end() -> None:
     assert "2000 more behind these" in str(found)
 
 
+def test_messages_without_sizes_that_were_not_read_are_counted() -> None:
+    found = read(b"CUDA out of memory.\n" * 500_000)
+    assert sum(report.count for report in found) + found.unread == pytest.approx(500_000, rel=1e-3)
+
+
 @pytest.mark.parametrize("at", [0, 8 * MIB - 300, 8 * MIB - 8 * KIB, 8 * MIB - 5, 8 * MIB + 10])
 def test_messages_on_the_borders_of_chunks(at: int) -> None:
     noise = b"no news today\n" * (at // 14)
