@@ -124,6 +124,17 @@ def test_progress_shows_the_latest_points(
     memlab.progress()
 
 
+def test_an_untouched_copy_erases_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def untouched(*_: object) -> None:
+        raise NotImplementedError("exercise 1.1")
+
+    monkeypatch.setenv("MEMLAB_HOME", str(tmp_path))
+    check("1.1", lambda bus, rate: bus * rate / 8, lambda n: (n / 10**9, n / 2**30))
+    before = (tmp_path / "progress.json").read_text()
+    assert check("1.1", untouched, untouched) == 0
+    assert (tmp_path / "progress.json").read_text() == before
+
+
 def test_being_graded_leaves_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMLAB_HOME", str(tmp_path))
     monkeypatch.setenv("MEMLAB_GRADING", "1")
