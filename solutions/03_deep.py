@@ -13,6 +13,10 @@
 #
 # You need no GPU. Questions in **bold** want a guess from you before you run the next cell: write it down, the distance
 # to the result is what you learn.
+#
+# Plan four to five hours: the cells run in half a minute, the rest is six exercises (15 points, checked at once; the
+# bare number under a check is for the grader) and one written answer (3 points, graded by a person). To hand in, save
+# this notebook under its own name, `03_deep.ipynb`.
 
 # %% id="parameters" tags=["parameters"]
 device = "auto"

@@ -12,6 +12,10 @@
 #
 # You need no GPU, and no second computer: several *ranks* run in this notebook. "The article" here and in the verdicts at
 # the end is a widely read Chinese-language article for engineers on this subject; this course tests its statements.
+#
+# Plan five to six hours: the cells run in half a minute, the rest is six exercises (20 points, checked at once; the
+# bare number under a check is for the grader) and one written answer (3 points, graded by a person). To hand in, save
+# this notebook under its own name, `04_wide.ipynb`.
 
 # %% id="parameters" tags=["parameters"]
 device = "auto"

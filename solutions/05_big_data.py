@@ -14,6 +14,10 @@
 # mixed-precision step as it's written today.
 #
 # You need no GPU. Stop at each question in **bold** and write your guess down before you run the next cell.
+#
+# Plan five to six hours: the cells run in a minute, the rest is six exercises (15 points, checked at once; the bare
+# number under a check is for the grader) and one written answer (3 points, graded by a person). To hand in, save this
+# notebook under its own name, `05_big_data.ipynb`.
 
 # %% id="parameters" tags=["parameters"]
 device = "auto"

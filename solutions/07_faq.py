@@ -14,6 +14,10 @@
 # tuning of networks are left out; but whoever uses several cards pays in bytes sent, and those are counted here. "The
 # article" is a widely read Chinese-language article for engineers on this subject; this course tests its statements.
 # Questions in **bold** want a guess from you before you run the next cell.
+#
+# Plan three to four hours: the cells run in a minute, the rest is six exercises (10 points, checked at once; the bare
+# number under a check is for the grader) and one written answer (3 points, graded by a person). To hand in, save this
+# notebook under its own name, `07_faq.ipynb`.
 
 # %% id="parameters" tags=["parameters"]
 device = "auto"
