@@ -424,7 +424,7 @@ plots.timeline(short)
 # ### Exercise 2.2 (4 points)
 #
 # `measure_states` counts what a live model and its optimizer hold. The check gives you models with tied weights, frozen
-# parameters, buffers and bf16; weights, gradients and moments that are views of one large buffer, padding included, as
+# parameters, parameters that no optimizer has, buffers (saved with the model or not) and bf16; weights, gradients and moments that are views of one large buffer, padding included, as
 # sharding libraries keep them; and optimizers that you haven't written, with a list in their state. So don't assume, count:
 # each *storage* once and in full (`t.untyped_storage()`, as in chapter 1), in bytes. Buffers count with the parameters; in
 # `optimizer.state` every tensor counts, the `step` counters and those inside a list, too.

@@ -233,7 +233,7 @@ class _Model(NamedTuple):
     """A hidden model and optimizer: an embedding, two linear layers with a norm, a head that may be tied.
 
     `flat` names a consumer whose tensors are views of one buffer, with padding at its end; `cut` makes one
-    weight the upper half of a larger matrix.
+    weight the upper half of a larger matrix; `outside` gives the embedding a gradient and no optimizer.
     """
 
     label: str
@@ -247,6 +247,7 @@ class _Model(NamedTuple):
     cut: bool = False
     freed: bool = False
     buffer: bool = False
+    outside: bool = False
     dtype: str = "float32"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -261,6 +262,9 @@ class _Model(NamedTuple):
 
     def trained(self) -> list[tuple[int, ...]]:
         return [s for name, s in self.shapes().items() if not (self.frozen and name == "embedding")]
+
+    def optimized(self) -> list[tuple[int, ...]]:
+        return self.trained()[1:] if self.outside else self.trained()
 
     @property
     def padding(self) -> int:
@@ -284,7 +288,7 @@ class _Model(NamedTuple):
         return {
             "parameters": everything * size + (self.hidden if self.buffer else 0),  # a bool mask
             "gradients": 0 if self.freed else numbers * size,
-            "optimizer_states": sum(_optimizer_state(self.optimizer, s, size) for s in self.trained()),
+            "optimizer_states": sum(_optimizer_state(self.optimizer, s, size) for s in self.optimized()),
         }
 
 
@@ -314,9 +318,16 @@ def _models_2_2(seed: int) -> list[tuple[float, list[_Model]]]:
             [
                 _Model("Adam, head tied to the embedding", "adam", *sizes(), tied=True),
                 _Model("Adam, embedding frozen", "adam", *sizes(), frozen=True),
+                _Model(
+                    "Adam for all but the embedding, which has a gradient", "adam", *sizes(), outside=True
+                ),
                 _Model("Adam, after zero_grad(set_to_none=True)", "adam", *sizes(), freed=True),
                 _Model(
-                    "bf16 model with a bool buffer, Adam", "adam", *sizes(), buffer=True, dtype="bfloat16"
+                    "bf16 model with a bool buffer that isn't saved (persistent=False), Adam",
+                    "adam",
+                    *sizes(),
+                    buffer=True,
+                    dtype="bfloat16",
                 ),
             ],
         ),
@@ -357,11 +368,11 @@ def _build(case: _Model) -> tuple[nn.Module, torch.optim.Optimizer]:
     if case.tied:
         model.register_parameter("head", model.get_parameter("embedding"))
     if case.buffer:
-        model.register_buffer("mask", torch.ones(case.hidden, dtype=torch.bool))
+        model.register_buffer("mask", torch.ones(case.hidden, dtype=torch.bool), persistent=False)
     if case.frozen:
         model.get_parameter("embedding").requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = _optimizer(case.optimizer, trained)
+    optimizer = _optimizer(case.optimizer, trained[1:] if case.outside else trained)
     gradients = views([tuple(p.shape) for p in trained], case.flat == "gradients")
     for p, gradient in zip(trained, gradients, strict=True):
         p.grad = gradient
@@ -486,15 +497,19 @@ def _hint_2_2(case: _Model, consumer: str, said: Any, expected: int) -> str:
     if consumer == "parameters":
         if case.tied:
             return "two names, one tensor: count each storage once"
-        return "buffers count with the parameters, and each element has its own size in bytes"
+        if case.frozen and is_number(said) and said < expected:
+            return "a frozen parameter is held as well: only its gradient and its states are missing"
+        return (
+            "buffers count with the parameters (model.buffers()), and each element has its own size in bytes"
+        )
     if consumer == "gradients":
         if case.freed or case.frozen:
             return "a parameter without a gradient has p.grad None and holds nothing"
-        return "p.grad of every parameter that has one"
-    if said == expected - 4 * len(case.trained()):
+        return "p.grad of every parameter of the model that has one, in the optimizer or not"
+    if said == expected - 4 * len(case.optimized()):
         return "every tensor in optimizer.state counts, the `step` counters too"
-    if case.frozen:
-        return "look at what is in optimizer.state; a frozen parameter isn't there"
+    if case.frozen or case.outside:
+        return "look at what is in optimizer.state: not every parameter is there"
     if case.dtype == "bfloat16":
         return "states follow the dtype of their parameter, only `step` stays fp32"
     return _KEPT_2_2[case.optimizer]

@@ -155,6 +155,14 @@ def states(parameters, precision, optimizer, offload=False):
         "forgets the buffers": _changed(
             _MEASURE, "[*model.parameters(), *model.buffers()]", "list(model.parameters())"
         ),
+        "what is saved for what is held": _changed(
+            _MEASURE, "[*model.parameters(), *model.buffers()]", "list(model.state_dict().values())"
+        ),
+        "gradients of the optimizer's parameters": _changed(
+            _MEASURE,
+            "[p.grad for p in model.parameters() if p.grad is not None]",
+            "[p.grad for group in optimizer.param_groups for p in group['params']]",
+        ),
         "two moments assumed, not measured": _changed(
             _MEASURE, "total(list(optimizer.state.values()))", "2 * sum(p.nbytes for p in model.parameters())"
         ),
