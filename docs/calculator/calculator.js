@@ -161,8 +161,24 @@ function fill() {
 
 const value = (element) => (element.type === "checkbox" ? String(Number(element.checked)) : element.value);
 
+/** The value of the option that `text` names, as the command line takes names: any case, a card by its beginning. */
+function named(element, text) {
+  const values = [...element.options].map((option) => option.value);
+  if (values.includes(text)) return text;
+  const key = (name) => name.toLowerCase().replaceAll(/[-_ ]/g, "");
+  const same = values.filter((name) => key(name) === key(text));
+  const begin = element.name === "gpu" && text ? values.filter((name) => key(name).startsWith(key(text))) : [];
+  const found = same.length ? same : begin;
+  return found.length === 1 ? found[0] : undefined;
+}
+
 function put(element, text) {
-  if (element.options && ![...element.options].some((option) => option.value === text)) return false;
+  if (element.options) {
+    const found = named(element, text);
+    if (found === undefined) return false;
+    element.value = found;
+    return true;
+  }
   if (element.type === "checkbox") element.checked = text === "1";
   else element.value = text;
   return value(element) === text;

@@ -495,6 +495,10 @@ def test_a_link_brings_the_choices_back(page: Page) -> None:
     assert "left out: model=nothing, precision=int3, colour=red, tab=</script>" in page.text("#link-said")
     assert "--gpu A100-80GB" in page.text("#command")
     assert "--micro-batch 2" in page.text("#command")
+    page.follow("model=GPT2&gpu=h200")
+    assert page.text("#link-said") == "" and "memlab footprint gpt2 --gpu H200" in page.text("#command")
+    page.follow("model=GPT2&gpu=A100")  # there are two
+    assert "left out: gpu=A100" in page.text("#link-said")
     page.open("constructor=2&toString=1&micro_batch=3")  # names that every object has
     assert "left out: constructor=2, toString=1" in page.text("#link-said")
     assert "--micro-batch 3" in page.text("#command")
