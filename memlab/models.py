@@ -639,6 +639,11 @@ def _ignored(keys: _Keys, config: TransformerConfig) -> Iterator[str]:
             "its quantization_config isn't read: weights are counted in the recipe's precision. Frozen 4-bit "
             "weights under adapters are lora_rank with base_weights nf4."
         )
+    named = keys.values.get("architectures")
+    wanted = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else "Model"
+    if not wanted.endswith(("Model", "ForCausalLM")):
+        counted = "the encoder with its pooler" if config.family == "bert" else "the language model's"
+        yield f"the head of {wanted} isn't counted; {counted} is."
     window = (
         keys.size("sliding_window", default=config.context) if config.family == "llama" else config.context
     )

@@ -209,6 +209,10 @@ def test_dropout_and_what_is_ignored_are_kept_for_the_notes():
     asked = GPT2 | {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0}
     assert from_hf(asked).asked_dropout == 0.2
     assert not from_hf(GPT2).asked_dropout and not from_hf(LLAMA | {"sliding_window": None}).ignored
+    [head] = from_hf(LLAMA | {"architectures": ["LlamaForSequenceClassification"]}).ignored
+    assert head == "the head of LlamaForSequenceClassification isn't counted; the language model's is."
+    for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "BertModel"):
+        assert not from_hf(LLAMA | {"architectures": [name]}).ignored
     window = LLAMA | {"model_type": "qwen2", "sliding_window": 1024, "use_sliding_window": False}
     assert not from_hf(window).ignored  # Qwen2's configs name a window that they don't use
 
