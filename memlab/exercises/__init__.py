@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import math
 import os
 import traceback
 import warnings
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -99,7 +99,8 @@ def plain(value: Any, depth: int = 6) -> Any:
     """`value` as plain data, by its exact type: what can't be vouched for becomes `{"type": name}`.
 
     An object whose `__eq__` always says yes, or a subclass of int, is never passed on as a number. A tensor
-    or array becomes a list of numbers when it has at most 10,000 elements; nan and inf become text.
+    or array becomes a list of numbers when it has at most 10,000 elements; nan and inf become text. Of a
+    list, tuple or dict of another class (a namedtuple) counts what it holds, not what it says it holds.
     """
     kind = type(value)
     if kind is float and not math.isfinite(value):
@@ -112,11 +113,13 @@ def plain(value: Any, depth: int = 6) -> Any:
         return value
     if kind is str:
         return value[:_MAX_TEXT]
-    if depth > 0 and kind in (list, tuple):
-        return [plain(item, depth - 1) for item in value[:10_000]]
-    if depth > 0 and kind in (dict, OrderedDict, defaultdict, Counter):
-        return {str(key)[:_MAX_NAME]: plain(item, depth - 1) for key, item in list(value.items())[:10_000]}
     module = kind.__module__
+    if depth > 0 and issubclass(kind, (list, tuple)) and module != "torch":
+        items = list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value)
+        return [plain(item, depth - 1) for item in itertools.islice(items, 10_000)]
+    if depth > 0 and issubclass(kind, dict):
+        pairs = itertools.islice(dict.items(value), 10_000)
+        return {str(key)[:_MAX_NAME]: plain(item, depth - 1) for key, item in pairs}
     if (module == "torch" and kind.__name__ in ("Tensor", "Parameter")) or module == "torch.nn.parameter":
         return plain(value.detach().tolist(), depth) if value.numel() <= 10_000 else {"type": "large Tensor"}
     if module == "numpy" and hasattr(value, "tolist"):

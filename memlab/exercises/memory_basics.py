@@ -72,7 +72,7 @@ def _capacity_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
     chips = answers_to(_chips(seed), evidence["bandwidth"])
     seen = answers_to(_sizes(seed), evidence["visible"])
-    wrong = [(chip, c) for chip, c in chips if not close(_value(c), chip[0] * chip[1] / 8)]
+    wrong = [(chip, c) for chip, c in chips if not close(_value(c), chip[0] * chip[1] / 8, 1e-6)]
     text = ""
     if wrong:
         (bits, rate), case = wrong[0]
@@ -82,6 +82,9 @@ def _capacity_score(evidence: Evidence, seed: int) -> Score:
             text = "bandwidth: that is gigabits per second; the bus is counted in bits, the answer in bytes"
         elif close(_value(case), bits * rate / 8 / 1.024**3) or close(_value(case), bits * rate / 8.192):
             text = "bandwidth: a vendor's GB is 10^9 bytes; don't divide by powers of 1024"
+        elif is_number(_value(case)) and abs(_value(case) - bits * rate / 8) <= 1:
+            text = f"bandwidth({bits}, {rate}) is {bits * rate / 8:,.10g} GB/s, you return {_value(case)!r}: "
+            text += "don't round, and divide by / instead of //"
         elif "error" not in case:
             text += f" but you return {_value(case)!r}: every pin carries `gbps_per_pin` gigabits per second"
     tally.award(1, not wrong, text)
@@ -390,7 +393,10 @@ def _flight(gb_per_s: float, cycles: float, ghz: float) -> float:
 
 
 def _cards(seed: int) -> list[tuple[float, int, float, int, int]]:
-    """GB/s, cycles, GHz, SMs, and bytes that a thread loads: two cards and three that exist nowhere."""
+    """GB/s, cycles, GHz, SMs, and bytes that a thread loads: two cards and four that exist nowhere.
+
+    The last one's bytes are divided without a rest.
+    """
     rng = random.Random(f"1.4 {seed}")
     cards = [(2039.0, 400, 1.41, 108), (3350.0, 400, 1.755, 132)]
     for _ in range(3):
@@ -402,7 +408,31 @@ def _cards(seed: int) -> list[tuple[float, int, float, int, int]]:
         )
         cards.append(card)
     loads = [4, 16, *(rng.choice([2, 4, 8, 16]) for _ in range(3))]
-    return [(*card, load) for card, load in zip(cards, loads, strict=True)]
+    whole = _whole(rng)
+    while len(_in_floats(*whole)) > 1:  # every order of the same operations must come to the whole number
+        whole = _whole(rng)
+    return [*((*card, load) for card, load in zip(cards, loads, strict=True)), whole]
+
+
+def _whole(rng: random.Random) -> tuple[float, int, float, int, int]:
+    sms, load, quarters = rng.randint(40, 160), rng.choice([2, 4, 8]), rng.randint(5, 10)
+    return float(sms * load * rng.randint(1, 6)), quarters * rng.randint(50, 80), quarters / 4, sms, load
+
+
+def _in_floats(gb: float, cycles: int, ghz: float, sms: int, load: int) -> set[float]:
+    """What the likely ways to write bytes in flight / (SMs x bytes of a thread) give in floats."""
+    rate, hertz = gb * 1e9, ghz * 1e9
+    times = [
+        cycles / hertz,
+        cycles / ghz * 1e-9,
+        cycles / ghz / 1e9,
+        cycles * (1 / hertz),
+        cycles * 1e-9 / ghz,
+    ]
+    flows = [gb * cycles / ghz, gb * (cycles / ghz), gb / ghz * cycles, rate * cycles / hertz]
+    flows += [rate / hertz * cycles, rate * cycles / ghz / 1e9, rate * cycles / ghz * 1e-9]
+    flows += [n for t in times for n in (rate * t, gb * t * 1e9)]
+    return {n for f in flows for n in (f / (sms * load), f / sms / load, f / load / sms)}
 
 
 def _flight_evidence(answer: Any, seed: int) -> Evidence:
@@ -449,8 +479,15 @@ def _flight_score(evidence: Evidence, seed: int) -> Score:
         + _stopped([case for _, case in threads]),
     )
     if near:
-        exactly = "threads_per_sm: return an int, rounded up: half a thread loads nothing"
-        tally.award(0.5, exact, exactly)
+        hint = "threads_per_sm: return an int, rounded up: half a thread loads nothing"
+        *card, sms, load = _cards(seed)[-1]
+        said, right = answers[-1][0], round(_flight(*card) / (sms * load))
+        if said == right + 1:
+            hint = (
+                f"threads_per_sm: {_flight(*card):,.0f} B among {sms} SMs, {load} B for each thread, are "
+                f"exactly {right} threads, not {said}: what is whole already isn't rounded up (math.ceil)"
+            )
+        tally.award(0.5, exact, hint)
     return tally.score()
 
 

@@ -6,6 +6,8 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "1.1": {
         "bits for bytes": [("bus_bits * gbps_per_pin / 8", "bus_bits * gbps_per_pin")],
         "GB divided by 1024": [("bus_bits * gbps_per_pin / 8", "bus_bits * gbps_per_pin * 1e9 / 8 / 2**30")],
+        "whole GB per second": [("bus_bits * gbps_per_pin / 8", "bus_bits * gbps_per_pin // 8")],
+        "the bandwidth rounded": [("bus_bits * gbps_per_pin / 8", "round(bus_bits * gbps_per_pin / 8, 1)")],
         "the bus forgotten": [("bus_bits * gbps_per_pin / 8", "gbps_per_pin * 8")],
         "GB for GiB": [("nbytes / 2**30", "nbytes / 10**9")],
         "GiB for GB": [("nbytes / 10**9", "nbytes / 2**30")],
@@ -81,6 +83,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "in kilobytes": [("gb_per_s * 1e9 * latency", "gb_per_s * 1e9 * latency / 1000")],
         "the whole chip for one SM": [("/ (sms * bytes_per_thread)", "/ bytes_per_thread")],
         "rounded down": [("math.ceil(", "int(")],
+        "one more than the whole part": [("math.ceil(", "1 + int(")],
         "not rounded": [("math.ceil(", "float(")],
         "a byte for each thread": [("/ (sms * bytes_per_thread)", "/ sms")],
     },

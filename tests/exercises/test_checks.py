@@ -6,7 +6,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -56,6 +56,29 @@ def test_tensors_become_numbers() -> None:
     assert plain(torch.nn.Parameter(torch.ones(1))) == [1.0]
     assert plain({"a": (1, float("nan"))}) == {"a": [1, "nan"]}
     assert not close(float("inf"), 1.0) and not close(True, 1) and close(1.001, 1.0)
+
+
+class Two(NamedTuple):
+    first: object
+    second: object
+
+    def __getitem__(self, key: Any) -> Any:
+        return 4
+
+    def __iter__(self) -> Any:
+        return iter((4, 4))
+
+
+class Said(dict[str, int]):
+    def items(self) -> Any:
+        return {"a": 4}.items()
+
+
+def test_of_a_container_of_their_own_counts_what_it_holds() -> None:
+    assert plain(Two(1, 2)) == [1, 2]
+    assert plain(Two(Four(4), Agrees())) == [{"type": "Four"}, {"type": "Agrees"}]
+    assert plain(Said(a=1)) == {"a": 1}
+    assert plain(torch.ones(2).max(dim=0)) == [1.0, 0]
 
 
 @given(st.recursive(st.none() | st.integers() | st.floats() | st.text() | st.binary(), lambda x: st.lists(x)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from memlab.exercises import collect, exercises, memory_basics, rate
 from tests.exercises import evidence, mutant, score, solution
@@ -25,6 +26,8 @@ def no_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("1.1", "bits for bytes", 1),
         ("1.1", "GB for GiB", 1.5),
+        ("1.1", "whole GB per second", 1),
+        ("1.1", "the bandwidth rounded", 1),
         ("1.1", "the pair turned round", 1),
         ("1.2", "both directions summed", 1),
         ("1.2", "no link is an error", 1.5),
@@ -34,6 +37,7 @@ def no_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
         ("1.3", "GiB per second", 0.6),
         ("1.3", "the machine's clock", 0),
         ("1.4", "rounded down", 1.5),
+        ("1.4", "one more than the whole part", 1.5),
         ("1.4", "the whole chip for one SM", 1),
         ("1.4", "GiB", 1),
         ("1.5", "counts nothing", 0),
@@ -56,9 +60,11 @@ def test_a_key_that_is_never_forgotten_is_told_the_fourth_trap() -> None:
 @pytest.mark.parametrize(
     ("exercise", "name", "says"),
     [
+        ("1.1", "whole GB per second", "don't round, and divide by / instead of //"),
         ("1.1", "the pair turned round", "you swapped the two"),
         ("1.1", "rounded", "GB is the right unit, but don't round"),
         ("1.1", "GB for GiB", "a GB is not a GiB"),
+        ("1.4", "one more than the whole part", "what is whole already isn't rounded up"),
         ("1.2", "the row for the name", 'return its name, row["name"]'),
         ("1.2", "one order of the ends", "the ends may come in either order"),
         ("1.3", "exactly four times left out", "exactly 4 times the cache counts"),
@@ -101,6 +107,29 @@ def test_only_plain_numbers_count(answer: object) -> None:
     exercise = exercises(1)["1.1"]
     found = exercise.evidence((lambda *_: answer, lambda _: (answer, answer)), 0)
     assert rate(exercise, found).points == 0
+
+
+class Pair(NamedTuple):
+    gb: float
+    gib: float
+
+
+@pytest.mark.parametrize("pair", [tuple, list, lambda two: Pair(*two), torch.tensor])
+def test_a_pair_may_be_of_any_kind(pair: Any) -> None:
+    def visible(nbytes: int) -> Any:
+        kind = {"dtype": torch.float64} if pair is torch.tensor else {}
+        return pair((nbytes / 10**9, nbytes / 2**30), **kind)
+
+    exercise = exercises(1)["1.1"]
+    found = exercise.evidence((lambda bits, rate: bits * rate / 8, visible), 3)
+    assert rate(exercise, found, 3).points == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_order_of_the_operations_comes_to_the_whole_number_of_threads(seed: int) -> None:
+    *flow, sms, load = memory_basics._cards(seed)[-1]
+    (threads,) = memory_basics._in_floats(*flow, sms, load)
+    assert threads.is_integer()
 
 
 def test_one_function_where_two_are_asked_for() -> None:
