@@ -172,7 +172,8 @@ for heads in (2, 4, 8):
 #
 # * `gpt2`: token and position embeddings, a last LayerNorm; the head is the token embedding (tied).
 # * `bert`: token, position and type embeddings, a LayerNorm after them; no last norm; a *pooler*, a Linear from $h$ to $h$. No head.
-# * `llama`: a token embedding, a last RMSNorm, and a head with its own matrix, unless `cfg.tied`.
+# * `llama`: a token embedding, a last RMSNorm, and a head with its own matrix, unless `cfg.tied`. Its `heads` of `head_dim`
+#   needn't make up $h$ (Gemma-7B has 16 of 256 at $h$ = 3072): queries and output are $h \times$ `heads * head_dim`.
 #
 # A LayerNorm has a weight and a bias, $2h$; an RMSNorm only a weight, $h$. Blocks of all three have two norms. All Linear
 # layers of `gpt2` and `bert` have biases, none of `llama`.
@@ -448,7 +449,8 @@ for name, out in {"sum of the blocks": naive, "mean of the blocks": mean, "onlin
 
 # %% [markdown] id="ex-4-4-text"
 # **Exercise 4.4** (5 points). Write it. `block` keys at a time; also in blocks of queries, if you like: the bound is
-# six tiles of $s \times$ `block` and six tensors of $s \times d$ at any moment. The last block may be shorter. With
+# six tiles of $s \times$ `block` and six tensors of $s \times d$ at any moment, and no tensor with the scores of all keys,
+# not even of a few queries. The last block may be shorter. With
 # `causal=True` query $i$ sees the keys $0$ to $i$. No gradient is asked for (the check runs under `no_grad`), and
 # torch's fused kernels are off limits: the check looks.
 #

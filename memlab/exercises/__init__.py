@@ -187,6 +187,25 @@ def exactly(entries: Any, number: int) -> list[Any]:
     return entries
 
 
+@contextlib.contextmanager
+def watched(look: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Within the block, `look(operator, tensor)` for each tensor that an operator of this thread returns."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    look(func, leaf)
+            return result
+
+    with Watch():  # type: ignore[no-untyped-call]
+        yield
+
+
 def one_line(error: BaseException) -> str:
     """'ZeroDivisionError: division by zero (line 4 of your code)'."""
     text = " ".join(str(error).split())[:300]

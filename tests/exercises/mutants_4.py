@@ -9,7 +9,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "the article's 2Lh^2 + 2Lh": [
             ("h, L = cfg.hidden, cfg.layers", "return 2 * cfg.layers * cfg.hidden**2 + 2 * cfg.layers * cfg.hidden")
         ],
-        "12Lh^2 alone": [("h, L = cfg.hidden, cfg.layers", "return 12 * cfg.layers * cfg.hidden**2")],
+        "heads that make up h": [("cfg.head_dim", "(h // cfg.heads)")],
         "keys and values for every head": [("cfg.kv_heads * cfg.head_dim", "cfg.heads * cfg.head_dim")],
         "an MLP of two matrices in LLaMA": [("3 * h * cfg.ffn", "2 * h * cfg.ffn")],
         "an untied head forgotten": [("(1 if cfg.tied else 2)", "1")],
@@ -105,8 +105,8 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("chunk(n, 0)[r].clone()", "chunk(n, 0)[r]"),
             ("chunk(n, 1)[r].clone()", "chunk(n, 1)[r]"),
         ],
-        "the whole layers kept": [("n, r = comm", "self.up, self.down = up, down\n        n, r = comm")],
         "the mean": [("self.comm.sum(part)", "self.comm.sum(part) / self.comm.world_size")],
+        "the whole layers in a list": [("n, r = comm", "self.layers = [up, down]\n        n, r = comm")],
         "summed twice": [("self.comm.sum(part)", "self.comm.sum(self.comm.sum(part)) / self.comm.world_size")],
         "one rank alone": [
             ("return self.comm.sum(part)", "return (self.comm.sum(part) if self.comm.rank else part)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_a_slip_in_zero1_is_named(old: str, new: str, words: str) -> None:
         ("4.1", "keys and values for every head", "key and value have kv_heads"),
         ("4.1", "no pooler", "short by exactly the pooler"),
         ("4.1", "an untied head forgotten", "the head, its own matrix"),
+        ("4.1", "heads that make up h", "the heads needn't make up h"),
         ("4.2", "the article's b x h x h", "adds up in registers"),
         ("4.2", "no bias", "the bias is missing"),
         ("4.2", "MiB", "right size in MiB"),
@@ -63,6 +65,7 @@ def test_a_slip_in_zero1_is_named(old: str, new: str, words: str) -> None:
         ("4.5", "no sum", "comm.sum(part)"),
         ("4.5", "no copy", "start with comm.copy(x)"),
         ("4.5", "views of the whole weight", "clone() it"),
+        ("4.5", "the whole layers in a list", "in no list either"),
         ("4.5", "columns only, joined", "don't join the slices"),
         ("4.5", "one rank alone", "not every rank calls"),
         ("4.6", "the article's 4, 8 and N", "limits for very many ranks"),
@@ -155,10 +158,77 @@ def eager(q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool = False) -> 
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def test_tiles_of_all_queries_are_right_too() -> None:
+def keys_by_queries(q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool = False) -> Any:
+    """The tiles turned round, block x s, and the pair as a list."""
+    s, d = q.shape[-2:]
+    q = (q / d**0.5).mT.contiguous()
+    top = torch.full_like(q[..., :1, :], -math.inf)
+    total, out = torch.zeros_like(top), torch.zeros_like(q)
+    for keys, values, numbers in zip(
+        k.split(block, -2), v.split(block, -2), torch.arange(s).split(block), strict=True
+    ):
+        scores = keys @ q
+        if causal:
+            scores.masked_fill_(numbers[:, None] > torch.arange(s), -math.inf)
+        new = torch.maximum(top, scores.amax(-2, keepdim=True))
+        p, shrink = (scores - new).exp(), (top - new).exp()
+        total, out, top = total * shrink + p.sum(-2, keepdim=True), out * shrink + values.mT @ p, new
+    return [(out / total).mT, (top + total.log())[..., 0, :]]
+
+
+def workspace(q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool = False) -> Any:
+    """One tile, made once and written again; keys scaled and copied; lse in place of a maximum and a sum."""
+    s, d = q.shape[-2:]
+    k, tile, out = k * d**-0.5, torch.empty(*q.shape[:-1], block), torch.zeros_like(q)
+    lse = torch.full(q.shape[:-1], -math.inf)
+    for j in range(0, s, block):
+        values = v[..., j : j + block, :]
+        scores = tile[..., : values.shape[-2]]
+        scores.copy_(torch.einsum("bhqd,bhkd->bhqk", q, k[..., j : j + block, :]))
+        if causal:
+            scores.masked_fill_(torch.arange(j, j + scores.shape[-1]) > torch.arange(s)[:, None], -math.inf)
+        new = torch.logaddexp(lse, scores.logsumexp(-1))
+        out.mul_((lse - new).exp()[..., None]).add_(scores.sub_(new[..., None]).exp_() @ values)
+        lse = new
+    return out, lse
+
+
+@pytest.mark.parametrize("answer", [all_queries_at_once, keys_by_queries, workspace])
+@pytest.mark.parametrize("seed", [3, 4])
+def test_other_tiles_are_right_too(answer: Any, seed: int) -> None:
     exercise = exercises(4)["4.4"]
-    got = rate(exercise, collect(exercise, all_queries_at_once, 3), 3)
-    assert got == (5, (), "")
+    assert rate(exercise, collect(exercise, answer, seed), seed) == (5, (), "")
+
+
+def tiles_of_queries(q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool = False) -> Any:
+    """No online softmax: all keys at once, for a block of queries."""
+    out, lse = [], []
+    for i in range(0, q.size(-2), block):
+        scores = q[..., i : i + block, :] @ k.mT / q.size(-1) ** 0.5
+        if causal:
+            hidden = torch.arange(k.size(-2)) > torch.arange(i, i + scores.size(-2))[:, None]
+            scores = scores.masked_fill(hidden, -math.inf)
+        out.append(scores.softmax(-1) @ v)
+        lse.append(scores.logsumexp(-1))
+    return torch.cat(out, -2), torch.cat(lse, -1)
+
+
+def query_by_query(q: Tensor, k: Tensor, v: Tensor, block: int, causal: bool = False) -> Any:
+    out, lse = torch.empty_like(q), torch.empty_like(q[..., 0])
+    for i in range(q.size(-2)):
+        seen = i + 1 if causal else q.size(-2)
+        scores = k[..., :seen, :] @ q[..., i, :, None] / q.size(-1) ** 0.5
+        out[..., i, :] = (scores.softmax(-2).mT @ v[..., :seen, :])[..., 0, :]
+        lse[..., i] = scores.logsumexp(-2)[..., 0]
+    return out, lse
+
+
+@pytest.mark.parametrize("answer", [tiles_of_queries, query_by_query])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_tiles_of_queries_alone_are_no_tiles_of_keys(answer: Any, seed: int) -> None:
+    exercise = exercises(4)["4.4"]
+    got = rate(exercise, collect(exercise, answer, seed), seed)
+    assert got.points == 3 and "Take `block` keys at a time" in got.messages[0]
 
 
 @pytest.mark.parametrize("seed", [0])
@@ -218,6 +288,43 @@ def test_other_ways_to_split_are_right_too(seed: int) -> None:
     split, zero = exercises(4)["4.5"], exercises(4)["4.6"]
     assert rate(split, collect(split, LinearPart, seed), seed) == (4, (), "")
     assert rate(zero, collect(zero, (wide.zero_expected, ByTensor), seed), seed) == (5, (), "")
+
+
+def test_a_dict_may_hold_more_than_is_asked_for() -> None:
+    def linear(*case: int) -> Any:
+        right = wide.linear_expected(*case)
+        return {**right, "total": sum(right.values())}
+
+    def zero(*case: Any) -> Any:
+        right = wide.zero_expected(*case)
+        return {**right, "total": sum(right.values())}
+
+    assert rate(exercises(4)["4.2"], collect(exercises(4)["4.2"], linear, 3), 3).points == 2
+    assert rate(exercises(4)["4.6"], collect(exercises(4)["4.6"], (zero, ByTensor), 3), 3).points == 5
+
+
+class Copied(LinearPart):
+    def __init__(self, up: nn.Linear, down: nn.Linear, comm: wide.Comm) -> None:
+        super().__init__(up, down, comm)
+        self.whole = {"down": [copy.deepcopy(down)]}
+
+
+class Kept(LinearPart):
+    def __init__(self, up: nn.Linear, down: nn.Linear, comm: wide.Comm) -> None:
+        super().__init__(up, down, comm)
+        object.__setattr__(self, "whole", up)
+
+
+class Closed(LinearPart):
+    def __init__(self, up: nn.Linear, down: nn.Linear, comm: wide.Comm) -> None:
+        super().__init__(up, down, comm)
+        self.again = lambda: up
+
+
+@pytest.mark.parametrize("answer", [Copied, Kept, Closed])
+def test_whole_layers_are_held_wherever_they_are(answer: Any) -> None:
+    got = rate(exercises(4)["4.5"], collect(exercises(4)["4.5"], answer, 3), 3)
+    assert got.points == 3 and any("a rank holds" in line for line in got.messages)
 
 
 class Unsplit(nn.Module):
