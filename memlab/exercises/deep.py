@@ -29,6 +29,7 @@ from memlab.exercises import (
     one_line,
     plain,
     several,
+    watched,
 )
 from memlab.exercises.limits import contained
 from memlab.models import model as model_config
@@ -288,23 +289,54 @@ def _vjp_fault(kind: str, case: _Vjp, entry: Evidence) -> str:
 
 # -- 3.3 gradients through depth ---------------------------------------------------------------------------
 
-#: depth, skip, norm, init -> bounds of the input gradient's norm: what 25 seeds give, and some 8 times to
-#: either side.
-_STACKS: dict[str, tuple[tuple[int, bool, str | None, str], float, float]] = {
-    "no layer": ((0, False, None, "default"), 64.0, 64.0),
-    "default, 5 layers": ((5, False, None, "default"), 0.2, 30.0),
-    "default, 20 layers": ((20, False, None, "default"), 2e-5, 1e-2),
-    "default, 50 layers": ((50, False, None, "default"), 1e-14, 1e-9),
-    "Xavier": ((50, False, None, "xavier"), 0.2, 1e3),
-    "LayerNorm": ((50, False, "layer", "default"), 25.0, 1e4),
-    "skip": ((50, True, None, "default"), 100.0, 6e3),
-    "skip, Xavier": ((50, True, None, "xavier"), 250.0, 3e4),
+_Stack = tuple[int, bool, str | None, str]
+
+
+def _stacks(seed: int) -> dict[str, _Stack]:
+    """Depth, skip, norm and init; the depths come from the seed."""
+    rng = random.Random(f"3.3 {seed}")
+
+    def deep() -> int:
+        return rng.randrange(40, 53)
+
+    return {
+        "no layer": (0, False, None, "default"),
+        "default, few layers": (rng.randrange(3, 10), False, None, "default"),
+        "default, some layers": (rng.randrange(12, 31), False, None, "default"),
+        "default, many layers": (deep(), False, None, "default"),
+        "Xavier": (deep(), False, None, "xavier"),
+        "LayerNorm": (deep(), False, "layer", "default"),
+        "skip": (deep(), True, None, "default"),
+        "skip, Xavier": (deep(), True, None, "xavier"),
+    }
+
+
+#: Logarithm (base 10) of the norm as start + slope x depth, and how far it may be off: share + more x depth.
+#: Lines through what networks of 1 to 60 layers give; 12 seeds of each are off by half as much at most.
+_LINES = {
+    (False, None, "default"): (1.70, -0.245, 0.5, 0.020),
+    (False, None, "xavier"): (1.45, -0.0125, 0.3, 0.020),
+    (False, "layer", "default"): (1.33, 0.0270, 0.3, 0.012),
+    (True, None, "default"): (1.95, 0.0185, 0.5, 0.0),
+    (True, None, "xavier"): (2.35, 0.0208, 0.5, 0.0),
 }
 
 
+def _norm_bounds(stack: _Stack) -> tuple[float, float]:
+    """Between what the norm of the input's gradient must lie: without a layer it is that of 64 x 64 ones."""
+    depth, *kind = stack
+    if not depth:
+        return 64.0, 64.0
+    start, slope, share, more = _LINES[kind[0], kind[1], kind[2]]  # type: ignore[index]
+    middle, off = start + slope * depth, share + more * depth
+    return 10 ** (middle - off), 10 ** (middle + off)
+
+
 def _as_returned(answer: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer, where a tensor of one number is no float."""
+    """The answer, where a tensor of one number is no float; a number of NumPy's is one."""
     value = answer(*arguments)
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        value = value.item()
     return value if type(value) in (float, int) else f"a {type(value).__name__}"
 
 
@@ -315,28 +347,36 @@ def _norms_evidence(answer: Any, seed: int) -> Evidence:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         found = []
-        for arguments, _, _ in _STACKS.values():
+        for arguments in _stacks(seed).values():
             torch.manual_seed(seed % 2**32 + 33)
-            bias = 0.0
+            bias, norms = 0.0, list[torch.Tensor]()
 
             def look(part: nn.Module, _: Any) -> None:
                 nonlocal bias
                 if isinstance(part, nn.Linear) and part.bias is not None:
                     bias = max(bias, float(part.bias.detach().abs().max()))
 
+            def keep_norm(_: Any, t: torch.Tensor, norms: list[torch.Tensor] = norms) -> None:
+                if t.is_floating_point() and t.numel() > 1:
+                    norms.append(t.detach().double().norm())
+
             handle = register_module_forward_pre_hook(look)
             try:
-                found.append(call(_as_returned, answer, *arguments))
+                with watched(keep_norm):
+                    found.append(call(_as_returned, answer, *arguments))
             finally:
                 handle.remove()
+            value = _value(found[-1])
             found[-1]["bias"] = plain(bias)  # the largest that a Linear had when it ran
+            found[-1]["measured"] = any(close(value, float(n), 1e-3) for n in norms)  # of a tensor made there
         return {"norms": found}
 
     return contained(work, seconds=30)
 
 
 def _norms_score(evidence: Evidence, seed: int) -> Score:
-    norms = dict(answers_to(_STACKS, evidence["norms"]))
+    stacks = _stacks(seed)
+    norms = dict(answers_to(stacks, evidence["norms"]))
     tally = Tally()
     stopped = next((case["error"] for case in norms.values() if "error" in case), None)
     if stopped and all("error" in case for case in norms.values()):
@@ -344,7 +384,8 @@ def _norms_score(evidence: Evidence, seed: int) -> Score:
 
     def fault(*names: str) -> str:
         for name in names:
-            (depth, skip, norm, init), low, high = _STACKS[name]
+            depth, skip, norm, init = stacks[name]
+            low, high = _norm_bounds(stacks[name])
             asked = f"input_grad_norm({depth}, skip={skip}, norm={norm!r}, init={init!r})"
             if "error" in norms[name]:
                 return f"{asked} stopped with {norms[name]['error']}"
@@ -356,11 +397,16 @@ def _norms_score(evidence: Evidence, seed: int) -> Score:
                 most = f"{norms[name]['bias']:.2g}"
                 return f"{asked}: biases of up to {most} are added, all should be 0 with 'xavier'"
             if not low * 0.9999 <= value <= high * 1.0001:
-                wanted = f"{low:g}" if low == high else f"between {low:g} and {high:g}"
+                wanted = f"{low:.3g}" if low == high else f"between {low:.2g} and {high:.2g}"
                 return f"{asked} is {value:.3g}, should be {wanted}: {_NORM_HINTS[name]}"
+            if depth and norms[name]["measured"] is not True:
+                return (
+                    f"{asked} returned {value:.3g}, and no tensor that was computed has that norm: build the "
+                    "layers, run the backward, and return the norm of the gradient at x0"
+                )
         return ""
 
-    plain_stack = fault("no layer", "default, 5 layers", "default, 20 layers", "default, 50 layers")
+    plain_stack = fault(*[name for name in stacks if name.startswith(("no", "default"))])
     if not tally.award(0.5, not plain_stack, plain_stack):
         return tally.score()
     for names in (("Xavier",), ("LayerNorm",), ("skip", "skip, Xavier")):
@@ -371,9 +417,9 @@ def _norms_score(evidence: Evidence, seed: int) -> Score:
 
 _NORM_HINTS = {
     "no layer": "without a layer L is x.sum(): 64 x 64 ones have norm 64",
-    "default, 5 layers": "x -> tanh(Linear(x)), five times, then the gradient at the first x",
-    "default, 20 layers": "every layer must shrink it: a fresh nn.Linear each, tanh after it",
-    "default, 50 layers": "every layer must shrink it: a fresh nn.Linear each, tanh after it",
+    "default, few layers": "x -> tanh(Linear(x)) for each layer, then the gradient at the first x",
+    "default, some layers": "every layer must shrink it: a fresh nn.Linear each, tanh after it",
+    "default, many layers": "every layer must shrink it: a fresh nn.Linear each, tanh after it",
     "Xavier": "nn.init.xavier_normal_ on the weight of every layer, zeros on its bias",
     "LayerNorm": "norm='layer' puts an nn.LayerNorm between the Linear and the tanh of every layer",
     "skip": "skip=True adds the layer's input to its output",

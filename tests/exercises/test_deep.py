@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -182,3 +186,65 @@ def test_a_repair_that_changes_the_callers_batch_loses_half_a_point() -> None:
     got = score(CHAPTER, "3.6", mutant(CHAPTER, "3.6", edits))
     assert got.points == 2.5
     assert "x in place" in got.messages[0]
+
+
+# -- 3.3: numbers that a network gives ---
+
+
+def by_backward(depth: int, skip: bool, norm: str | None, init: str, width: int = 64, batch: int = 64) -> Any:
+    """All modules first, .backward(), and NumPy's norm of it."""
+    x0 = torch.randn(batch, width, requires_grad=True)
+    layers = [nn.Linear(width, width) for _ in range(depth)]
+    for layer in layers:
+        if init == "xavier":
+            nn.init.xavier_normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    x = x0
+    for layer in layers:
+        between = nn.LayerNorm(width) if norm else nn.Identity()
+        y = nn.Sequential(layer, between, nn.Tanh())(x)
+        x = y + x if skip else y
+    x.sum().backward()  # type: ignore[no-untyped-call]
+    assert x0.grad is not None
+    return np.linalg.norm(x0.grad.numpy())
+
+
+def by_transform(
+    depth: int, skip: bool, norm: str | None, init: str, width: int = 64, batch: int = 64
+) -> Any:
+    """The weights as tensors, torch.func's gradient, the root of the sum of squares."""
+    found = []
+    for _ in range(depth):
+        layer = nn.Linear(width, width)
+        if init == "xavier":
+            nn.init.xavier_normal_(layer.weight)
+        found.append((layer.weight, layer.bias * 0 if init == "xavier" else layer.bias))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        for weight, bias in found:
+            y = x @ weight.T + bias
+            y = nn.functional.layer_norm(y, (width,)) if norm else y
+            x = x * skip + y.tanh()
+        return x.sum()
+
+    gradient = torch.func.grad(loss)(torch.randn(batch, width))
+    return float(gradient.square().sum().sqrt())
+
+
+@pytest.mark.parametrize("answer", [by_backward, by_transform])
+@pytest.mark.parametrize("seed", [0, 6])
+def test_other_ways_to_a_gradient_are_right_too(answer: Any, seed: int) -> None:
+    assert rate(exercises(3)["3.3"], collect(exercises(3)["3.3"], answer, seed), seed) == (2, (), "")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_numbers_without_a_network_earn_nothing(seed: int) -> None:
+    def middle(depth: int, skip: bool, norm: str | None, init: str) -> float:
+        low, high = deep._norm_bounds((depth, skip, norm, init))
+        return math.sqrt(low * high)
+
+    got = rate(exercises(3)["3.3"], collect(exercises(3)["3.3"], middle, seed), seed)
+    assert got.points == 0 and "no tensor that was computed has that norm" in got.messages[0]
+    table = {kind: middle(*kind) for kind in deep._stacks(seed + 100).values()}
+    known = collect(exercises(3)["3.3"], lambda *kind: table[kind], seed)
+    assert rate(exercises(3)["3.3"], known, seed).points == 0
