@@ -916,7 +916,7 @@ def min_cards(parameters, bytes_per_parameter, card_bytes):
 
 
 def train_days(parameters, tokens, cards, flops_per_second=140e12, recompute=True):
-    """Days of training on `cards` cards that sustain `flops_per_second` each."""
+    """Days of training, not rounded, on `cards` cards that sustain `flops_per_second` each."""
     # exercise 2.5
     ### BEGIN SOLUTION
     per_token = 8 if recompute else 6

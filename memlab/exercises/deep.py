@@ -101,7 +101,10 @@ def _resnets(seed: int) -> list[_ResNetCase]:
 
 
 def _slices() -> nn.Module:
-    """A model that saves a view (its storage is four times as large) and a buffer of many bytes."""
+    """A model that saves a view (its storage is four times as large) and a buffer of many bytes.
+
+    One parameter is frozen.
+    """
     import torch
     from torch import nn
 
@@ -109,6 +112,7 @@ def _slices() -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.filters = nn.Conv2d(3, 8, 3, padding=1, device="meta")
+            self.filters.get_parameter("bias").requires_grad_(False)
             self.register_buffer("gain", torch.empty(2, 1, 1, 4096, device="meta"))
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -161,7 +165,7 @@ def _count_score(evidence: Evidence, seed: int) -> Score:
         if value[0] != right or type(value[0]) is not int:
             parameters = parameters or (
                 f"{where}: it has {right:,} parameters, you counted {_shown(value[0])}: "
-                "sum p.numel() over model.parameters(); buffers (running statistics) are no parameters"
+                "sum p.numel() over model.parameters(), frozen or not; buffers (running statistics) are none"
             )
         if not (type(value[1]) is int and value[1] == right_bytes):
             saved = saved or _saved_hint(where, value[1], case, right_bytes)
@@ -881,14 +885,14 @@ def _transformer(seed: int) -> list[nn.Module]:
 
 
 def _frozen_cases(seed: int) -> dict[str, list[tuple[int, list[int]]]]:
-    """(layers, trained layers): the course's own sets and hidden ones."""
+    """(layers, trained layers): the course's own sets and hidden ones, one of them in falling order."""
     rng = random.Random(f"3.6 {seed}")
     n = rng.randrange(6, 20)
     low = rng.randrange(1, n - 2)
     gaps = sorted(rng.sample(range(1, n), 3))
     return {
         "neighbours": [(5, [0, 1]), (5, [3, 4]), (n, [low, low + 1]), (n, [n - 1]), (n, list(range(n)))],
-        "others": [(n, gaps), (n, [0, n - 1]), (n, [])],
+        "others": [(n, gaps[::-1]), (n, [0, n - 1]), (n, [])],
     }
 
 

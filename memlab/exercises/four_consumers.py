@@ -84,8 +84,8 @@ def _wrong_count(function: str, case: str, value: Any, expected: int, hint: str)
 
 
 def _wrong_keys(function: str, value: Any) -> str | None:
-    """One line on a value that isn't a dict of the three consumers; the same for each input."""
-    if type(value) is dict and set(value) == set(STATES):
+    """One line on a value that isn't a dict with the three consumers; the same for each input."""
+    if type(value) is dict and set(STATES) <= set(value):
         return None
     yours = (
         f"yours has {', '.join(sorted(value)[:6])}" if type(value) is dict else f"you returned {_kind(value)}"
@@ -850,19 +850,25 @@ def _cards_2_5(seed: int) -> list[tuple[int, int, int]]:
 
 
 def _runs_2_5(seed: int) -> list[tuple[int, int, int, float, bool]]:
-    """(parameters, tokens, cards, FLOP/s of one card, recompute)."""
+    """(parameters, tokens, cards, FLOP/s of one card, recompute); every second takes days and a half."""
     rng = _random("2.5 days", seed)
-    return [
-        (
+    runs = []
+    for recompute in (True, False):
+        parameters, cards, flops = (
             rng.randrange(10**9, 10**12),
-            rng.randrange(10**11, 10**13),
             rng.randrange(8, 4096),
-            rng.randrange(60, 500) * 1e12,
-            recompute,
+            rng.randrange(60, 500),
         )
-        for recompute in (True, False)
-        for _ in range(2)
-    ]
+        runs.append((parameters, rng.randrange(10**11, 10**13), cards, flops * 1e12, recompute))
+        parameters, cards, flops = (
+            rng.randrange(10**9, 10**12),
+            rng.randrange(8, 4096),
+            rng.randrange(60, 500),
+        )
+        days = rng.randrange(5, 40) + rng.uniform(0.3, 0.7)
+        tokens = round(days * 86_400 * cards * flops * 1e12 / ((8 if recompute else 6) * parameters))
+        runs.append((parameters, tokens, cards, flops * 1e12, recompute))
+    return runs
 
 
 def _evidence_2_5(answer: Any, seed: int) -> Evidence:
@@ -914,6 +920,8 @@ def _wrong_days(case: tuple[int, int, int, float, bool], entry: Any) -> str | No
     if not is_number(value):
         return f"train_days: return a number of days, you returned {_kind(value)}"
     name = f"train_days, recompute={recompute}"
+    if abs(value - expected) < 1 and value == int(value):
+        return f"{name}: you said {value:.4g} days, it is {expected:.4g}: don't round, a part of a day counts"
     for factor, hint in (
         (86_400, "those are seconds: a day has 86,400"),
         (24, "those are hours"),

@@ -25,6 +25,12 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             )
         ],
         "GB": [("sum(found.values())", "sum(found.values()) / 1e9")],
+        "frozen parameters left out": [
+            (
+                "p.numel() for p in model.parameters()",
+                "p.numel() for p in model.parameters() if p.requires_grad",
+            )
+        ],
         "one number": [("sum(p.numel() for p in model.parameters()), ", "")],
         "buffers counted with the activations": [
             ("(*model.parameters(), *model.buffers())", "model.parameters()")
@@ -140,6 +146,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "frozen layers keep nothing": [
             ("layers - min(trained) + 1 if trained else 0", "len(trained) + 1 if trained else 0")
         ],
+        "the first named for the lowest": [("min(trained)", "trained[0]")],
         "nothing trains, something is kept": [
             ("layers - min(trained) + 1 if trained else 0", "layers - min(trained, default=0) + 1")
         ],

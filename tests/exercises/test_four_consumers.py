@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,30 @@ def test_no_seed_lets_a_mistake_pass(exercise: str) -> None:
     for seed in range(1000, 1060):
         for mistake, source in MUTANTS[exercise].items():
             assert points(exercise, source, seed)[0] < exercises("2")[exercise].points, (mistake, seed)
+
+
+def test_a_dict_may_hold_more_than_is_asked_for() -> None:
+    more = MUTANTS["2.2"]["the naive sum over tensors"].replace("return {", 'return {"total": 0, ', 1)
+    assert points("2.2", more)[0] == points("2.2", MUTANTS["2.2"]["the naive sum over tensors"])[0]
+    given = exercises("2")["2.1"]
+    found = collect(given, lambda *recipe: {**state_bytes(*recipe), "total": 0}, 4)
+    assert rate(given, found, 4).points == 3
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whole_days_are_no_days(seed: int) -> None:
+    def days(parameters: int, tokens: int, cards: int, flops: float, recompute: bool) -> float:
+        return (8 if recompute else 6) * parameters * tokens / (cards * flops) / 86_400
+
+    def cards(parameters: int, each: int, card: int) -> int:
+        return -(-parameters * each // card)
+
+    given = exercises("2")["2.5"]
+    assert rate(given, collect(given, (cards, days), seed), seed).points == 2
+    for rounded in (math.floor, math.ceil, round):
+        found = collect(given, (cards, lambda *run, whole=rounded: whole(days(*run))), seed)
+        got = rate(given, found, seed)
+        assert got.points == 1 and "don't round" in got.messages[0]
 
 
 def test_a_mistake_keeps_the_points_of_what_is_right() -> None:

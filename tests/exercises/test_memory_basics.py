@@ -109,6 +109,25 @@ def test_only_plain_numbers_count(answer: object) -> None:
     assert rate(exercise, found).points == 0
 
 
+@pytest.mark.parametrize("warm", [0, 1, 4])
+def test_copies_that_are_not_timed_cost_no_points(warm: int) -> None:
+    def copy_bandwidth(sizes: Any, cache: int, copy: Any, clock: Any) -> Any:
+        def seconds(nbytes: int) -> float:
+            start = clock()
+            copy(nbytes)
+            return float(clock() - start)
+
+        rates = {}
+        for nbytes in (n for n in sizes if n >= 4 * cache):
+            for _ in range(warm):
+                copy(nbytes)
+            rates[nbytes] = 2 * nbytes / min(seconds(nbytes) for _ in range(5)) / 1e9
+        return rates
+
+    for seed in range(5):
+        assert rate(exercises(1)["1.3"], collect(exercises(1)["1.3"], copy_bandwidth, seed), seed).points == 1
+
+
 class Pair(NamedTuple):
     gb: float
     gib: float
