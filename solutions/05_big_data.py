@@ -689,9 +689,9 @@ print(
 
 # %% [markdown] id="ex-5-4-text"
 # **Exercise 5.4** (3 points). Write it; `optimizer.param_groups` is a list of dicts, the parameters stand under
-# `"params"`. The check lets the scaler live through overflows of both kinds, compares the weights with training without
-# a scaler, looks at every factor, and measures what unscaling takes: twelve gradients joined into one tensor would be a
-# copy of all of them, for nothing.
+# `"params"`. There may be several groups, and parameters without a gradient. The check lets the scaler live through
+# overflows of both kinds, compares the weights with training without a scaler, looks at every factor, and measures what
+# unscaling takes: twelve gradients joined into one tensor would be a copy of all of them, for nothing.
 
 
 # %% id="ex-5-4" exercise="5.4"

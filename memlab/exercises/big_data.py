@@ -623,7 +623,7 @@ def _schedules_5_4(seed: int) -> list[_Schedule]:
     return [
         # nearly grown, then an overflow: the count starts again; grows twice; two overflows in a row
         _Schedule(
-            2.0**12, 2.0, 0.5, interval, (*calm[1:], "inf", *calm[1:], "", *calm, "nan", "inf", "", "")
+            2.0**12, 2.0, 0.5, interval, (*calm[1:], "inf", *calm[1:], "", *calm, "nan", "-inf", "", "")
         ),
         _Schedule(2.0 ** rng.randrange(8, 15), 4.0, 0.25, 2, ("", "nan", "", "", "", "inf", "", "", "")),
     ]
@@ -645,34 +645,42 @@ def _evidence_5_4(answer: Any, seed: int) -> Evidence:
 
 
 def _life(answer: Any, schedule: _Schedule, seed: int) -> Evidence:
-    """Steps by the student's scaler: each step's factor, whether it changed the weights, and how."""
+    """Steps by the student's scaler: each step's factor, whether it changed the weights, and how.
+
+    Three parameters in two groups; what isn't finite stands in another one at each overflow.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(_seeded("5.4", seed))
-    weight = torch.nn.Parameter(torch.randn(6, 5, generator=generator))
-    twin = torch.nn.Parameter(weight.detach().clone())
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False)
-    plain_optimizer = torch.optim.SGD([twin], lr=0.1, momentum=0.9, foreach=False)
+    weights = [torch.nn.Parameter(torch.randn(6, 5, generator=generator)) for _ in range(3)]
+    twins = [torch.nn.Parameter(w.detach().clone()) for w in weights]
+
+    def grouped(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
+
+    optimizer, plain_optimizer = grouped(weights), grouped(twins)
     factors, changed, errors = [], [], []
+    places = itertools.cycle((0, 2, 1))
     try:
         scaler = answer(schedule.factor, schedule.growth, schedule.backoff, schedule.interval)
         for kind in schedule.bad:
-            gradient = torch.randn(6, 5, generator=generator)
-            if kind:
-                gradient[1, 2] = float(kind)
-            else:
-                twin.grad = gradient.clone()
+            gradients = [torch.randn(6, 5, generator=generator) for _ in weights]
+            if not kind:
+                for twin, gradient in zip(twins, gradients, strict=True):
+                    twin.grad = gradient.clone()
                 plain_optimizer.step()
             optimizer.zero_grad()
-            scaled = scaler.scale((weight * gradient).sum() if not kind else weight.sum())
-            scaled.backward()
-            if kind and weight.grad is not None:
-                weight.grad[1, 2] = float(kind)
-            before = weight.detach().clone()
+            losses = [(w * g).sum() for w, g in zip(weights, gradients, strict=True)]
+            scaler.scale(torch.stack(losses).sum()).backward()
+            if kind and (spoiled := weights[next(places)].grad) is not None:
+                spoiled[1, 2] = float(kind)
+            before = [w.detach().clone() for w in weights]
             scaler.step(optimizer)
             scaler.update()
-            changed.append(not torch.equal(before, weight.detach()))
-            errors.append(plain(float((weight.detach() - twin.detach()).abs().max())))
+            changed.append(any(not torch.equal(a, w) for a, w in zip(before, weights, strict=True)))
+            apart = [(w.detach() - t.detach()).abs().max() for w, t in zip(weights, twins, strict=True)]
+            errors.append(plain(float(torch.stack(apart).max())))
             factors.append(plain(float(scaler.scale(torch.tensor(1.0)))))
     except NotImplementedError:
         raise
@@ -682,20 +690,23 @@ def _life(answer: Any, schedule: _Schedule, seed: int) -> Evidence:
 
 
 def _clipped(answer: Any, seed: int) -> Evidence:
-    """unscale_, clip, step: the scaler must not divide a second time."""
+    """unscale_, clip, step: the scaler must not divide a second time. The third step overflows."""
     import torch
 
     weight = torch.nn.Parameter(torch.ones(_CLIPPED_4))
-    optimizer = torch.optim.SGD([weight], lr=1.0, foreach=False)
+    unused = torch.nn.Parameter(torch.ones(3))  # never gets a gradient
+    optimizer = torch.optim.SGD([unused, weight], lr=1.0, foreach=False)
     try:
         scaler = answer(2.0**10, 2.0, 0.5, 100)
-        moved = []
-        for _ in range(2):
+        norms, moved = [], []
+        for bad in (False, False, True):
             optimizer.zero_grad()
             scaler.scale((weight * 3.0).sum()).backward()
-            scaler.unscale_(optimizer)
             assert weight.grad is not None
-            norm = torch.nn.utils.clip_grad_norm_([weight], 1.0)
+            if bad:
+                weight.grad[1] = math.inf
+            scaler.unscale_(optimizer)
+            norms.append(plain(float(torch.nn.utils.clip_grad_norm_([weight], 1.0))))
             before = weight.detach().clone()
             scaler.step(optimizer)
             scaler.update()
@@ -704,7 +715,7 @@ def _clipped(answer: Any, seed: int) -> Evidence:
         raise
     except (Exception, SystemExit) as error:
         return {"clip": {"error": one_line(error)}}
-    return {"clip": {"norm": plain(float(norm)), "moved": moved}}
+    return {"clip": {"norm": norms[1], "moved": moved}}
 
 
 _TENSORS_4, _SIDE_4, _CLIPPED_4 = 12, 64, 50
@@ -865,7 +876,8 @@ def _fault_factors(schedule: _Schedule, life: Evidence) -> str:
 
 def _fault_clip(run: Evidence) -> str:
     if "error" in run:
-        return f"unscale_, clip, step, update, twice: it stopped with {run['error']}"
+        hint = ": a parameter may have no gradient (p.grad is None)" if "NoneType" in run["error"] else ""
+        return f"unscale_, clip, step, update: it stopped with {run['error']}{hint}"
     right = 3.0 * math.sqrt(_CLIPPED_4)
     if not close(run["norm"], right, 1e-3):
         by = run["norm"] / right if is_number(run["norm"]) else 0
@@ -873,12 +885,15 @@ def _fault_clip(run: Evidence) -> str:
             f"after unscale_ the gradient's norm is {by:,.6g} times the true one: unscale_ divides the "
             "gradients by the factor, in place"
         )
-    if not all(close(moved, 1.0, 1e-3) for moved in exactly(run["moved"], 2)):
+    *moved, bad = exactly(run["moved"], 3)
+    if not all(close(each, 1.0, 1e-3) for each in moved):
         return (
-            f"after unscale_ and clipping to 1, SGD moved by {_shown(run['moved'])} instead of 1 and "
+            f"after unscale_ and clipping to 1, SGD moved by {_shown(moved)} instead of 1 and "
             "1: step must not "
             "divide again what unscale_ has divided, and update makes it ready for the next step"
         )
+    if bad != 0:
+        return "unscale_ met an inf, and the step after it changed the weights: leave it out here too"
     return ""
 
 

@@ -80,6 +80,58 @@ def test_a_message_names_the_likeliest_mistake(exercise: str, mistake: str, poin
     assert any(says in message for message in messages), messages
 
 
+_UNSCALED = """        self.overflow = False
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(1 / self.factor)
+                    if not p.grad.isfinite().all():
+                        self.overflow = True
+"""
+
+#: Exercise -> what is wrong -> edits: slips that one draw alone would not tell from a right answer.
+SLIPS: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "5.4": {
+        "the last parameter wins": [
+            (
+                "if not p.grad.isfinite().all():\n                        self.overflow = True",
+                "self.overflow = not p.grad.isfinite().all()",
+            )
+        ],
+        "the first parameter alone is tested": [
+            ("if not p.grad", "first = optimizer.param_groups[0]['params'][0]\n                    "
+             "if p is first and not p.grad")
+        ],
+        "the first of each group is tested": [("if not p.grad", "if p is group['params'][0] and not p.grad")],
+        "the first group alone": [("in optimizer.param_groups:", "in optimizer.param_groups[:1]:")],
+        "the last group alone": [("in optimizer.param_groups:", "in optimizer.param_groups[-1:]:")],
+        "every parameter has a gradient": [("if p.grad is not None:", "if True:")],
+        "a negative inf passes": [
+            ("not p.grad.isfinite().all()", "(p.grad.isnan() | (p.grad == math.inf)).any()")
+        ],
+        "only step looks for an overflow": [
+            (_UNSCALED, "        self.overflow = False\n" + _UNSCALED[30:].replace(
+                "                    if not p.grad.isfinite().all():\n"
+                "                        self.overflow = True\n", "")),
+            (
+                "            self.unscale_(optimizer)\n",
+                "            self.unscale_(optimizer)\n"
+                "            every = [p.grad for g in optimizer.param_groups for p in g['params']]\n"
+                "            self.overflow = not all(g.isfinite().all() for g in every if g is not None)\n",
+            ),
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 20_261_130])
+@pytest.mark.parametrize(("exercise", "slip"), [(e, s) for e, slips in SLIPS.items() for s in slips])
+def test_no_draw_takes_a_slip_for_right(exercise: str, slip: str, seed: int) -> None:
+    full = next(e.points for e in EXERCISES if e.id == exercise)
+    got = score(exercise, shared.mutant(CHAPTER, exercise, SLIPS[exercise][slip]), seed)
+    assert got.points < full and got.messages and not got.doubt
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_scatter_tells_a_fit_from_a_line_through_two_points(seed: int) -> None:
     case = next(c for c in big_data._lengths_5_1(seed) if c.scatter)
