@@ -1076,6 +1076,7 @@ def _offloads_5_6(seed: int) -> dict[str, _Offload]:
     }
     other = {
         "small and hot": (n // 100, 50),
+        "small and coldest": (n // 100, 1),  # costs more a byte freed only if touches are divided by bytes
         "large and cold": (9 * n, 2),
         "larger, as cold": (10 * n, 2),
         "middle": (3 * n, 4),
@@ -1144,7 +1145,9 @@ def _amp(answer: Any, seed: int, dtype_name: str, bad: int, old: bool = False) -
 
     def prepare() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = copy.deepcopy(made)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+        first, *_, last = model.children()
+        groups = [{"params": list(part.parameters())} for part in (first, last)]
+        optimizer = torch.optim.SGD(groups, lr=0.5, foreach=False)
         calls = seen["calls"]
         inside: list[bool] = []  # torch's step calls unscale_ itself: that isn't the student's call
 

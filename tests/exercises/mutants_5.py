@@ -79,7 +79,8 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             (
                 "        self.overflow = False\n",
                 "        self.overflow = False\n"
-                "        every = [p.grad.flatten() for g in optimizer.param_groups for p in g['params']]\n"
+                "        every = [p.grad for g in optimizer.param_groups for p in g['params']]\n"
+                "        every = [g.flatten() for g in every if g is not None]\n"
                 "        self.joined = torch.cat(every).isfinite().all()\n",
             )
         ],

@@ -121,6 +121,31 @@ SLIPS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ),
         ],
     },
+    "5.6": {
+        "by touches a byte": [("(item[1][1], -item[1][0])", "item[1][1] / item[1][0]")],
+        "by bytes moved": [("(item[1][1], -item[1][0])", "item[1][1] * item[1][0]")],
+        "of equals the smaller": [("(item[1][1], -item[1][0])", "(item[1][1], item[1][0])")],
+        "as they come": [("(item[1][1], -item[1][0])", "item[1][1]")],
+        "the first group is clipped": [
+            ("for group in optimizer.param_groups for p", "for group in optimizer.param_groups[:1] for p")
+        ],
+        "the last group is clipped": [
+            ("for group in optimizer.param_groups for p", "for group in optimizer.param_groups[-1:] for p")
+        ],
+        "each group is clipped by itself": [
+            (
+                "torch.nn.utils.clip_grad_norm_(parameters, max_norm)",
+                "[torch.nn.utils.clip_grad_norm_(g['params'], max_norm) for g in optimizer.param_groups]",
+            )
+        ],
+        "each gradient is clipped by itself": [
+            (
+                "torch.nn.utils.clip_grad_norm_(parameters, max_norm)",
+                "[torch.nn.utils.clip_grad_norm_([p], max_norm) for p in parameters]",
+            )
+        ],
+        "a norm of 1": [("(parameters, max_norm)", "(parameters, 1.0)")],
+    },
 }  # fmt: skip
 
 
