@@ -169,7 +169,7 @@ def grade(
         typer.echo("interrupted: what was graded is kept, and isn't graded again", err=True)
         raise typer.Exit(130) from None
     for record in records:
-        if record.status not in ("graded", "missing"):
+        if record.status not in ("graded", "missing") or (record.status == "missing" and record.reasons):
             reasons = "; ".join([*record.reasons, *record.doubts])
             typer.echo(f"{record.status}: {record.student}, {record.chapter}: {reasons}", err=True)
     counts = Counter(record.status for record in records)

@@ -243,6 +243,7 @@ def _admit(
     named = student.notebooks.get(name, [])
     chosen, notebook, notes = _first_readable(named, item.release, attempt)
     if notebook is None and not named:
+        # what is plainly another chapter's is none of this one: a folder may hold the whole course
         chosen, notebook, unfit = _first_readable(student.unnamed, item.release, attempt)
         if chosen is not None:
             notes = [
@@ -250,9 +251,9 @@ def _admit(
                 *unfit,
             ]
         elif student.unnamed:
-            notes = [f"{found.name}: the name holds no chapter's name" for found in student.unnamed]
-            only = not any(student.notebooks.values())
-            record.reasons += notes
+            record.reasons += unfit
+            elsewhere = all(_other_chapters(found) for found in student.unnamed)
+            only = not any(student.notebooks.values()) and not elsewhere
             record.status = FAILED if only or student.notes else MISSING
             return _kept(out, nbgrader_id, record)
         else:
@@ -322,6 +323,11 @@ def _first_readable(
             about = [f"{candidate.name}: {text}" for text in (candidate.note, *said) if text]
             return candidate, notebook, [*notes, *about, *repairs]
     return None, None, notes
+
+
+def _other_chapters(found: submissions.Found) -> bool:
+    """Whether the file's name says another chapter of the course."""
+    return submissions.chapter_of(found.name, list(doctor.releases())) is not None
 
 
 def _kept(out: Path, nbgrader_id: str, record: Record) -> Record:

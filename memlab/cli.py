@@ -666,7 +666,8 @@ def doctor(
         release = known[room.chapter_of(notebook, file.name)]
     mended, repairs = room.repair(notebook, room.read(read_up_to(release, _LARGEST_NOTEBOOK)))
     _print(f"{file.name} is {release.stem}: {room.state(mended)}")
-    _print("\n".join(f"  - {line}" for line in [*said, *repairs]) or "  nothing to mend")
+    broken = room.broken(mended)
+    _print("\n".join(f"  - {line}" for line in [*broken, *said, *repairs]) or "  nothing to mend")
     if out is not None:
         write_whole(out, room.to_text(mended))
         _print(f"written to {out}, without outputs: hand this one in")

@@ -16,13 +16,16 @@ import copy
 import difflib
 import json
 import re
-from collections import defaultdict
+import warnings
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 _EXERCISE_COMMENT = re.compile(r"(?:^|(?<=\r))\s*#\s*exercise\s+(\d+\.\d+)\b", re.MULTILINE | re.IGNORECASE)
 _DEFINES = re.compile(r"(?:^|(?<=\r))(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _CHECK_CALL = re.compile(r"""\bcheck\(\s*["'](\d+\.\d+)["']""")
+_OWN_ID = re.compile(r"(?:ex|check)-(\d+)-(\d+)")
+_MAGIC = re.compile(r"^(\s*)(?:[%!?]|\w+\?$).*", re.MULTILINE)
 
 #: What a written answer holds before the student writes it.
 TEXT_STUB = "*Write your answer here.*"
@@ -36,6 +39,10 @@ Notebook = dict[str, Any]
 
 class Unreadable(ValueError):
     """A file that no repair can turn into the chapter's notebook: one line says why."""
+
+
+class OtherChapter(Unreadable):
+    """A notebook of another chapter of the course."""
 
 
 # -- reading -----------------------------------------------------------------------------------------------
@@ -136,6 +143,35 @@ def state(mended: Notebook) -> str:
     return line
 
 
+def broken(mended: Notebook) -> list[str]:
+    """A line for each cell that Python can't even read, so that nothing in it will run."""
+    lines = []
+    for index, cell in enumerate(mended["cells"], 1):
+        why = syntax_error(cell["source"]) if cell["cell_type"] == "code" else ""
+        if why:
+            number = _exercise(cell)
+            where = f"the cell of exercise {number}" if number else f"cell {index}"
+            lines.append(f"{where} can't run: {why}. Nothing in it counts until you mend it")
+    return lines
+
+
+def syntax_error(source: str) -> str:
+    """'SyntaxError in line 3: '(' was never closed', or '' where a kernel can run the cell."""
+    if source.lstrip().startswith("%%"):
+        return ""
+    plain = _MAGIC.sub(r"\1pass", source)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(plain, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        line = f" in line {error.lineno}" if error.lineno else ""
+        return f"{type(error).__name__}{line}: {error.msg}"[:200]
+    except (ValueError, RecursionError, MemoryError, OverflowError):
+        return ""
+    return ""
+
+
 def to_text(notebook: Notebook) -> str:
     """The bytes of a notebook file, as Jupyter writes them."""
     lines = {**notebook, "cells": [{**c, "source": c["source"].splitlines(True)} for c in notebook["cells"]]}
@@ -156,23 +192,41 @@ def releases() -> dict[str, Path]:
 
 
 def chapter_of(notebook: Notebook, filename: str = "") -> str:
-    """The chapter of a notebook: by its file name, else by its exercises. Raises Unreadable."""
+    """The chapter of a notebook: by its exercises, and by its file name where they leave it open.
+
+    Raises Unreadable.
+    """
     known = releases()
     plain = re.sub(r"[^a-z0-9]+", "_", Path(filename).stem.lower())
-    for name in known:
-        if name in plain:
-            return name
-    numbers = [
-        int(number.partition(".")[0])
-        for cell in notebook["cells"]
-        for pattern in (_EXERCISE_COMMENT, _CHECK_CALL)
-        for number in pattern.findall(cell["source"])
-    ]
+    named = next((name for name in known if name in plain), None)
     by_number = {int(name[:2]): name for name in known}
-    fitting = [number for number in numbers if number in by_number]
-    if not fitting:
+    counts = {number: count for number, count in _exercises_of(notebook).items() if number in by_number}
+    if named is not None and not _of_another(counts, int(named[:2])):
+        return named
+    if not counts:
         raise Unreadable("no exercise of any chapter is in it, and its name names none")
-    return by_number[max(set(fitting), key=fitting.count)]
+    return by_number[max(counts, key=lambda number: counts[number])]
+
+
+def _exercises_of(notebook: Notebook) -> dict[int, int]:
+    """Chapter number -> how many of its exercises are in the notebook, by any mark that they bear."""
+    seen: set[str] = set()
+    for cell in notebook["cells"]:
+        source, metadata = _text(cell.get("source")), cell.get("metadata")
+        metadata = metadata if isinstance(metadata, dict) else {}
+        nbgrader = metadata.get("nbgrader")
+        names = [cell.get("id"), nbgrader.get("grade_id") if isinstance(nbgrader, dict) else None]
+        for name in names:
+            if isinstance(name, str) and (match := _OWN_ID.fullmatch(name)):
+                seen.add(f"{match[1]}.{match[2]}")
+        seen.update(_EXERCISE_COMMENT.findall(source), _CHECK_CALL.findall(source))
+    return dict(Counter(int(number.partition(".")[0]) for number in seen))
+
+
+def _of_another(counts: dict[int, int], own: int) -> int:
+    """The chapter that a notebook is plainly of, where that isn't chapter `own`; else 0."""
+    most = max(counts, key=lambda number: counts[number], default=own)
+    return most if counts.get(most, 0) > 2 * counts.get(own, 0) else 0
 
 
 # -- repairing ---------------------------------------------------------------------------------------------
@@ -181,8 +235,15 @@ def chapter_of(notebook: Notebook, filename: str = "") -> str:
 def repair(submitted: Notebook, release: Notebook) -> tuple[Notebook, list[str]]:
     """The notebook to grade, made of `release` and the student's code, and a line for each repair.
 
-    Raises Unreadable when not one exercise of the release is in the submission.
+    Raises OtherChapter for a notebook of another chapter, whatever its name, and Unreadable when not one
+    exercise of the release is in the submission.
     """
+    own = {int(number.partition(".")[0]) for number in map(_exercise, release["cells"]) if number}
+    cells = [cell for cell in submitted.get("cells", []) if isinstance(cell, dict)]
+    other = _of_another(_exercises_of({"cells": cells}), min(own)) if own else 0
+    if other:
+        name = next((f" ({name})" for name in releases() if int(name[:2]) == other), "")
+        raise OtherChapter(f"this is the notebook of chapter {other}{name}, not of chapter {min(own)}")
     return _Repair(submitted, release).result()
 
 

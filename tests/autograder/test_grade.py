@@ -329,3 +329,18 @@ def test_every_planted_wrong_answer_loses_points_through_nbgrader(mutants: Any, 
         full = float(row["points"]) == float(row["max_points"])
         assert full == (row["exercise"] not in expected[row["student"]]), row
     assert_gradebook_agrees(tmp_path / "graded", chapter.name)
+
+
+def test_a_notebook_of_another_chapter_earns_no_zero(tmp_path: Path) -> None:
+    """By its name the whole course may lie there: missing. Renamed, it is the wrong file: failed."""
+    first, second = small_course(tmp_path, CHAPTER, "02_four_consumers")
+    hand_in(tmp_path / "in", "kim", first, untouched(first))
+    hand_in(tmp_path / "in", "lou", first, solved(first), f"{second.name}.ipynb")
+    result = command(tmp_path, "grade", "in", "--out", "graded", "--chapter", "2")
+    assert result.returncode == 1 and "1 failed, 1 missing" in result.stdout
+    rows = {row["student"]: row for row in table(tmp_path / "graded" / "totals.csv")}
+    assert (rows["kim"]["status"], rows["kim"]["points"]) == ("missing", "")
+    assert (rows["lou"]["status"], rows["lou"]["points"]) == ("failed", "")
+    for student in ("kim", "lou"):
+        assert f"{student}, 02_four_consumers: " in result.stderr
+    assert result.stderr.count("this is the notebook of chapter 1 (01_memory_basics), not of chapter 2") == 2

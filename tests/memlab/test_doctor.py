@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from memlab import doctor
-from memlab.doctor import Unreadable, chapter_of, read, releases
+from memlab.doctor import OtherChapter, Unreadable, chapter_of, read, releases
 
 
 def repair(submitted: Any, original: Any) -> tuple[Any, list[str]]:
@@ -369,3 +369,16 @@ def test_mutated_notebooks_never_crash_and_never_lose_an_answer(data: st.DataObj
         if isinstance(c, dict) and c.get("source") in ("# exercise 1.1\na = 1", "# exercise 1.2\nb = 2"):
             assert c["source"] in code
     nbformat.validate(fixed)
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_a_notebook_of_another_chapter_is_not_made_one_of_this(strip: bool) -> None:
+    known = {name: read(path.read_bytes()) for name, path in releases().items()}
+    for name, notebook in known.items():
+        if strip:
+            notebook = {**notebook, "cells": [{**c, "id": "", "metadata": {}} for c in notebook["cells"]]}
+        for other, release in known.items():
+            if other != name:
+                with pytest.raises(OtherChapter, match=rf"chapter {int(name[:2])} \({name}\), not"):
+                    repair(notebook, release)
+        assert repair(notebook, known[name])

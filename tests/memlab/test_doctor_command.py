@@ -52,3 +52,29 @@ def test_what_is_no_notebook_is_one_line(tmp_path: Path) -> None:
     path.write_text("<!doctype html>")
     result = RUNNER.invoke(app, ["doctor", str(path)])
     assert result.exit_code and "web page" in str(result.exception)
+
+
+def test_the_chapter_is_told_by_the_exercises_whatever_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "02_four_consumers.ipynb"
+    path.write_bytes(releases()["03_deep"].read_bytes())
+    result = RUNNER.invoke(app, ["doctor", str(path)])
+    assert result.exit_code == 0 and "is 03_deep: " in result.output and "nothing to mend" in result.output
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ("\nx = (1,\n", "SyntaxError in line"),
+        ("\nreturn 1\n", "'return' outside function"),
+        ("\n      y = 1\n", "IndentationError in line"),
+        ("\n%timeit 1\nif True:\n    !ls\nawait f()\n", "nothing to mend"),
+    ],
+)
+def test_a_cell_that_cannot_run_is_named(handed_out: Path, added: str, said: str) -> None:
+    notebook = json.loads(handed_out.read_text("utf-8"))
+    [cell] = [c for c in notebook["cells"] if c["id"] == "ex-1-2"]
+    cell["source"] = "".join(cell["source"]) + added
+    handed_out.write_text(json.dumps(notebook), "utf-8")
+    result = RUNNER.invoke(app, ["doctor", str(handed_out)])
+    assert said in result.output
+    assert ("the cell of exercise 1.2 can't run" in result.output) == ("nothing" not in said)
