@@ -21,9 +21,10 @@ from typing import Any
 import nbformat
 
 from autograder.course import write_atomically
+from autograder.errors import told
 from autograder.gradebook import ByHand
 from autograder.late import Policy
-from autograder.records import FAILED, GRADED, MISSING, Record, exercise_points
+from autograder.records import CELL_STOPPED, FAILED, GRADED, MISSING, Record, exercise_points
 from autograder.roster import shown
 from memlab.exercises import exercises
 
@@ -98,14 +99,21 @@ def page(
 ) -> str:
     """The whole page of one record. `cells` are those of the graded notebook."""
     parts = [f"<h1>{escape(record.chapter)}</h1>", f"<p>{_heading(record, given, late)}</p>"]
-    if record.reasons:
-        notes = "".join(f"<li>{escape(reason)}</li>" for reason in record.reasons)
-        parts.append(f"<p>What was noticed when the notebook was read:</p><ul>{notes}</ul>")
+    noticed = [reason for reason in record.reasons if not _of_exercise(reason)]
+    if noticed:
+        notes = "".join(f"<li>{escape(reason)}</li>" for reason in noticed)
+        parts.append(f"<p>What was noticed:</p><ul>{notes}</ul>")
     if record.status != FAILED:
         known = exercises(int(record.chapter[:2]))
         parts += [_exercise(record, known[number], cells, given, show_hidden) for number in record.points]
         parts += [_written(cell, given) for cell in cells if _is_written(cell)]
     return document(record.chapter, "\n".join(parts), _CSS)
+
+
+def _of_exercise(reason: str) -> str:
+    """The exercise whose section tells this reason: that its cell stopped; else ''."""
+    match = re.match(rf"exercise (\d+\.\d+): {CELL_STOPPED} ", reason)
+    return match[1] if match else ""
 
 
 def _heading(record: Record, given: ByHand | None, late: Policy | None) -> str:
@@ -154,18 +162,21 @@ def _exercise(
     points = final_points(record, given).get(number) or 0
     full = points >= exercise.points
     head = _section_head(f"{number} {exercise.title}", points, exercise.points, full)
+    own = [
+        c for c in cells if c.cell_type == "code" and _number(c) == number and not c.id.startswith("check-")
+    ]
     text = ""
     if not full:
-        messages = record.messages.get(number, ())
+        messages = list(record.messages.get(number, ()))
         if not show_hidden:
-            messages = [masked(message, number) for message in messages]
+            source = "\n".join(c.source for c in own)
+            messages = [masked(message, number, source) for message in messages]
+        stops = [r.partition(": ")[2] for r in record.reasons if _of_exercise(r) == number]
+        messages = [*stops, *messages]
         text += "".join(f"<li>{escape(message)}</li>" for message in messages)
         text = (f"<ul>{text}</ul>" if text else "") + f"<p>Read again: {escape(exercise.read)}.</p>"
     if given is not None and number in given.corrected:
         text += "<p>These points were given by hand.</p>"
-    own = [
-        c for c in cells if c.cell_type == "code" and _number(c) == number and not c.id.startswith("check-")
-    ]
     text += "".join(_comment(given, cell.id) for cell in cells if _number(cell) == number)
     if own:
         code = "\n\n".join(cell.source for cell in own)
@@ -210,13 +221,33 @@ def _is_written(cell: Any) -> bool:
 _WORD = re.compile(r"[^\W\d_][\w]*(?:\.[^\W\d_]\w*)*|\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|_\w+", re.UNICODE)
 
 
-def masked(message: str, number: str) -> str:
+#: Behind these words of a check stands what the student's code raised.
+_RAISED = re.compile(r"^|stopped with |a deprecated call: ")
+_ERROR = re.compile(r"\w*(?:Error|Exception|Exit|Interrupt|Warning)\b")
+#: Texts of several words, lists and calls: whoever chose them is the student.
+_OTHERS = re.compile(
+    r"""\[[^\[\]]*\]|\{[^{}]*\}|\([^()]*['"][^()]*\)|(?<!\w)(?:'(?:[^'\\]|\\.)*\s(?:[^'\\]|\\.)*'(?!\w)|"[^"]*\s[^"]*")"""
+)
+
+
+def masked(message: str, number: str, source: str = "") -> str:
     """The message with what isn't the check's own made `…`: inputs, answers, the student's names.
 
     A word stays that the check's texts have; a number, only beside the word that it has there (`10^9 bytes`).
-    An answer that spells a hidden input in the check's own words gets through: a few bits, at most.
+    Of what the student's code raised stays what `errors.told` tells, with names of its `source`.
+    An answer that spells a hidden input in single words of the check gets through: a few bits, at most.
     """
-    words, pairs = _vocabulary(number.partition(".")[0])
+    words, pairs, ends = _vocabulary(number.partition(".")[0])
+    for match in _RAISED.finditer(message):
+        if match[0] or _ERROR.match(message):
+            head, raised = message[: match.end()], message[match.end() :]
+            end = max((end for end in ends if raised.endswith(end)), key=len, default="")
+            return _masked(head, number, words, pairs) + told(raised.removesuffix(end), source) + end
+    return _masked(message, number, words, pairs)
+
+
+def _masked(message: str, number: str, words: frozenset[str], pairs: frozenset[tuple[str, str]]) -> str:
+    message = _OTHERS.sub(lambda m: f"{m[0][0]}…{m[0][-1]}", message)
     found = [(match[0].lower(), *match.span()) for match in _WORD.finditer(message)]
     text, at = "", 0
     for n, (word, start, end) in enumerate(found):
@@ -229,12 +260,14 @@ def masked(message: str, number: str) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _vocabulary(chapter: str) -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
-    """Words of the texts in which a chapter's checks speak, in small letters, and which follow each other."""
+def _vocabulary(chapter: str) -> tuple[frozenset[str], frozenset[tuple[str, str]], frozenset[str]]:
+    """Words of the texts in which a chapter's checks speak, in small letters, and which follow each other;
+    and whole texts, that may stand behind an error."""
     from memlab.exercises import CHAPTERS
 
     words = {name.lower() for name, value in vars(builtins).items() if isinstance(value, type)}
     pairs: set[tuple[str, str]] = set()
+    ends: set[str] = set()
     for module in ("memlab.exercises", f"memlab.exercises.{CHAPTERS[chapter]}", "memlab.units"):
         path = importlib.import_module(module).__file__
         assert path is not None
@@ -249,4 +282,6 @@ def _vocabulary(chapter: str) -> tuple[frozenset[str], frozenset[tuple[str, str]
                 said = [match[0].lower() for match in _WORD.finditer(node.value)]
                 words.update(said)
                 pairs.update(pairwise(said))
-    return frozenset(words), frozenset(pairs)
+                if len(said) > 2 and node.value[:1] in (":", ";", ",", "…"):
+                    ends.add(node.value)
+    return frozenset(words), frozenset(pairs), frozenset(ends)

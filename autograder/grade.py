@@ -395,7 +395,8 @@ def _enter(out: Path, job: Job, outcome: Outcome) -> Record:
         record.reasons.append(error)
     else:
         record.points, record.messages, record.seconds = outcome.points, outcome.messages, outcome.seconds
-        record.doubts += [text for _, text in outcome.doubts]
+        record.reasons += outcome.remarks
+        record.doubts = list(dict.fromkeys([*record.doubts, *(text for _, text in outcome.doubts)]))
         doubts = {status for status, _ in outcome.doubts} | ({REVIEW} if job.doubts else set())
         record.status = next((s for s in (TAMPERED, REVIEW) if s in doubts), GRADED)
     write_record(out, job.nbgrader_id, record)

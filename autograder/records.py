@@ -20,6 +20,9 @@ from memlab.exercises import exercises
 
 GRADED, FAILED, MISSING = "graded", "failed", "missing"
 
+#: How the reason begins, behind `exercise 2.1: `, of a cell that ended in an error.
+CELL_STOPPED = "your cell stopped with"
+
 
 @dataclass
 class Record:
@@ -64,7 +67,10 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a worker returns: plain data. `error` says why nothing could be run; then the rest is empty."""
+    """What a worker returns: plain data. `error` says why nothing could be run; then the rest is empty.
+
+    `remarks` are worth knowing for student and instructor, and no doubt.
+    """
 
     key: str
     executed: str = ""
@@ -73,6 +79,7 @@ class Outcome:
     messages: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0
     error: str = ""
+    remarks: list[str] = field(default_factory=list)
 
 
 def exercise_points(chapter: str) -> dict[str, int]:

@@ -20,11 +20,11 @@ from typing import Any
 
 import nbformat
 
-from autograder import answers
+from autograder import answers, errors
 from autograder.evidence import REVIEW, TAMPERED, Verdict, check_number, judge
 from autograder.execution import MAX_DEATHS, Budget, execute
 from autograder.look import suspicions
-from autograder.records import Job, Outcome, exercise_points
+from autograder.records import CELL_STOPPED, Job, Outcome, exercise_points
 from autograder.sandbox import START_TIMEOUT, Sandbox, SandboxError, Settings
 
 _PR_SET_PDEATHSIG = 1
@@ -37,14 +37,17 @@ def run_job(job: Job, sandbox: Sandbox, budget: Budget | None = None) -> Outcome
     outcome = Outcome(job.key, points=dict.fromkeys(exercise_points(job.chapter)), seconds=ran.seconds)
     for number, why in ran.tampered:
         outcome.doubts.append((TAMPERED, f"exercise {number}: {why}"))
+    broken: list[tuple[str, str]] = []
     for cell in ran.notebook.cells:
         died = [o["evalue"] for o in cell.get("outputs", []) if o.get("ename") == "KernelDied"]
         number = cell["metadata"].get("memlab", {}).get("exercise", "")
-        where = f"exercise {number}" if number else f'cell "{cell.get("id", "?")}"'
+        where = f"exercise {number}" if number else name_of(cell)
         if died:
             outcome.doubts.append((REVIEW, f"{where}: {died[0]}"))
         if cell.cell_type == "code" and cell.get("id") in job.own:
             outcome.doubts += [(REVIEW, f"{where}: {why}") for why in suspicions(cell.source)]
+            if why := errors.stopped(cell):
+                broken.append((number, f"{where}: {CELL_STOPPED} {why}"))
         if check_number(cell):
             verdict = judge(cell, job.seed)
             outcome.points[verdict.exercise] = verdict.points
@@ -56,8 +59,17 @@ def run_job(job: Job, sandbox: Sandbox, budget: Budget | None = None) -> Outcome
             messages = answers.write(cell, verdict)
             if messages:
                 outcome.messages[verdict.exercise] = messages
+    top = exercise_points(job.chapter)
+    outcome.remarks = [text for number, text in broken if outcome.points.get(number) != top.get(number, -1)]
     outcome.executed = nbformat.writes(ran.notebook)  # type: ignore[no-untyped-call]
     return outcome
+
+
+def name_of(cell: Any) -> str:
+    """How a cell is called that is no exercise's: one that the student added, by how it begins."""
+    name = str(cell.get("id", "?"))
+    begin = " ".join(cell.source.split())[:40]
+    return f'cell "{name}"' if not name.startswith("added-") else f'the added cell that begins "{begin}"'
 
 
 def _refused(verdict: Verdict) -> bool:

@@ -122,3 +122,50 @@ def test_no_message_of_a_check_shows_what_its_seed_drew(number: str) -> None:
             pytest.skip("this check wants another form of answer")
         said.add(tuple(masked(m, number) for m in exercise.score(evidence, seed).messages))
     assert len(said) == 1
+
+
+SOURCE = "def act_bytes(n):\n    return nothing.size\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("NameError: name 'nothing' is not defined (line 2 of your cell)", None),
+        ("NameError: name 'act_bytes' is not defined", None),
+        ("AttributeError: 'NoneType' object has no attribute 'size' (line 2 of your cell)", None),
+        ("TypeError: act_bytes() takes 1 positional argument but 2 were given", None),
+        ("TimeoutError: no result within 60 s", None),
+        ("ZeroDivisionError: division by zero (line 2 of your cell)", None),
+        # names that the code doesn't hold, lines behind its end, and free text are no sentence of Python's
+        ("NameError: name 'x5120y' is not defined", "NameError: name '…' is not defined"),
+        (
+            "ZeroDivisionError: division by zero (line 907 of your cell)",
+            "ZeroDivisionError: division by zero",
+        ),
+        ("ValueError: autocast master autocast (line 2 of your cell)", "ValueError: … (line 2 of your cell)"),
+        ("autocast_master: autocast", "…: …"),
+        ("KeyError: 'forward'", "KeyError: …"),
+    ],
+)
+def test_errors_tell_what_python_says_and_not_what_the_code_says(message: str, told: str | None) -> None:
+    for before in ("act_bytes stopped with ", "your code stopped with "):
+        assert masked(before + message, "2.1", SOURCE) == before + (told or message)
+
+
+def test_an_answer_cannot_spell_hidden_inputs_in_the_words_of_the_checks() -> None:
+    words = "autocast master autocast weights gradients master"
+    for shown in (
+        repr(words),
+        repr(words.split()),
+        repr(dict.fromkeys(words.split(), "master")),
+        f"({words!r},)",
+    ):
+        assert "master" not in masked(f"that isn't right but you return {shown}: read again", "2.1")
+
+
+def test_a_cell_that_did_not_run_is_told_in_its_exercise() -> None:
+    made = record(**{"1_1": 0})
+    made.reasons = ["exercise 1.1: your cell stopped with SyntaxError in line 11: '(' was never closed"]
+    text = page(made, cells())
+    assert "<li>your cell stopped with SyntaxError in line 11: &#x27;(&#x27; was never closed</li>" in text
+    assert "What was noticed" not in text

@@ -180,3 +180,21 @@ def test_chapters_themselves_raise_no_suspicion() -> None:
         assert [suspicions(c.source) for c in exercise_cells if suspicions(c.source)] == []
         assert suspicions("%pip install torch\n!ls\nx = 1") == []
     assert suspicions("def broken(:") == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("def bandwidth(a, b):\n    return (1,\n", "SyntaxError in line 2: '(' was never closed"),
+        ("x = 1\nimport nosuchthing\n", "ModuleNotFoundError in line 2: No module named 'nosuchthing'"),
+        ("x = 1\nraise ValueError('autocast master')\n", "ValueError in line 2"),
+    ],
+)
+def test_a_cell_that_stops_is_said_to_student_and_instructor(
+    sandbox: Sandbox, answer: str, said: str
+) -> None:
+    assert submit(sandbox, answer).remarks == [f"exercise 1.1: your cell stopped with {said}"]
+
+
+def test_an_exercise_that_is_not_written_is_no_error(sandbox: Sandbox) -> None:
+    assert submit(sandbox, 'raise NotImplementedError("exercise 1.1")').remarks == []
