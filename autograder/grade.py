@@ -272,18 +272,23 @@ def _admit(
         submitted, time_from = student.submitted, "the roster"
     text = build.to_text(notebook)
     key = hashlib.sha256("\0".join((text, build.to_text(item.source), str(seed), code)).encode()).hexdigest()
+    doubts = list(student.doubts)
+    if policy is not None and student.odd_time:
+        doubts.append(f"its time in the roster isn't understood: {student.odd_time[:60]!r}; see late.csv")
+    if chosen.late and policy is not None and not policy.lateness(submitted):
+        doubts.append(f"Canvas says late, its time says in time ({time_from}): see late.csv")
     known = read_record(record_path(out, nbgrader_id, name))
     if known is not None and known.key == key and known.student == student.id:
-        if (known.submitted, known.time_from) != (submitted, time_from):
+        new = [doubt for doubt in doubts if doubt not in known.doubts]
+        if (known.submitted, known.time_from) != (submitted, time_from) or new:
             known.submitted, known.time_from = submitted, time_from
+            known.doubts += new
+            known.status = REVIEW if new and known.status == GRADED else known.status
             write_record(out, nbgrader_id, known)
         return known
     notes = [*student.notes, *student.remarks, *notes]
-    doubts = list(student.doubts)
     if chosen.late:
         notes.append("Canvas marked it as late")
-        if policy is not None and not policy.lateness(submitted):
-            doubts.append(f"Canvas says late, its time says in time ({time_from}): see late.csv")
     known_cells = {cell.id: cell.source for cell in item.release.cells}
     own = tuple(c.id for c in notebook.cells if c.cell_type == "code" and c.source != known_cells.get(c.id))
     return Job(

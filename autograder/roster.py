@@ -42,6 +42,15 @@ class Person:
     email: str = ""
     keys: set[str] = field(default_factory=set)
     submitted: float | None = None
+    moodle: str = ""
+    #: What stands as time of submission and isn't understood.
+    odd_time: str = ""
+
+    @property
+    def number(self) -> str:
+        """Moodle's number in 'Participant 123456'; '' where there is none."""
+        match = re.search(r"\d+$", self.moodle)
+        return match[0] if match else ""
 
 
 @dataclass
@@ -101,11 +110,28 @@ def read_roster(path: Path) -> Roster:
     people = [person for row in rows if (person := _person(row, kinds)) is not None]
     if not people:
         raise CourseError(f"{path}: a first line with names of columns, and no student below it")
+    _tell_apart(people)
     times = Counter(person.id for person in people)
     for name, number in times.most_common(1):
         if number > 1:
             raise CourseError(f"{path}: {name!r} stands in {number} rows; the id of a student is unique")
-    return Roster(people, [_said(path, kinds, unused, len(people))])
+    said = [_said(path, kinds, unused, len(people))]
+    odd = [person for person in people if person.odd_time]
+    if odd:
+        said.append(
+            f"{path.name}: {len(odd)} times of submission aren't understood, "
+            f"like {odd[0].odd_time[:40]!r} of {odd[0].id}; write them like 2026-12-01T23:59+01:00"
+        )
+    return Roster(people, said)
+
+
+def _tell_apart(people: Sequence[Person]) -> None:
+    """Namesakes without an id get Moodle's number behind their name, as without a roster, else e-mails."""
+    times = Counter(person.id for person in people)
+    for person in people:
+        if times[person.id] > 1 and person.id == person.name:
+            person.id = f"{person.name} {person.number}" if person.number else person.email or person.id
+            person.keys.add(key(person.id))
 
 
 def people_of(rows: Sequence[dict[str, str]], names: Sequence[str]) -> list[Person | None]:
@@ -178,7 +204,11 @@ def _person(row: dict[str, str], kinds: dict[str, list[str]]) -> Person | None:
     person.keys = {key(row[c]) for kind in ("id", "name", "email", "moodle") for c in kinds[kind]}
     person.keys |= _name_keys(name) | {key(email.partition("@")[0])}
     person.keys -= {""}
-    person.submitted = moment(first("time")) if kinds["time"] else None
+    person.moodle = moodle
+    time = first("time")
+    person.submitted = moment(time) if time else None
+    if person.submitted is None and key(time) and re.search(r"[^\W_]", time):
+        person.odd_time = time
     return person
 
 

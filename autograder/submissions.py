@@ -74,6 +74,7 @@ class Student:
     moodle: str = ""
     canvas: str = ""
     submitted: float | None = None
+    odd_time: str = ""
 
 
 @dataclass(frozen=True)
@@ -414,7 +415,11 @@ def _by_roster(students: list[Student], roster: Roster) -> list[Student]:
     for person in roster.people:
         if person.id not in found:
             found[person.id] = Student(
-                person.id, name=person.name, email=person.email, submitted=person.submitted
+                person.id,
+                name=person.name,
+                email=person.email,
+                moodle=person.number,
+                submitted=person.submitted,
             )
     for student in strangers:
         while student.id in found:
@@ -428,7 +433,8 @@ def _merge(found: dict[str, Student], person: Person, student: Student) -> None:
     into = found.get(person.id)
     if into is None:
         student.id, student.name, student.email = person.id, person.name or student.name, person.email
-        student.submitted = person.submitted
+        student.submitted, student.odd_time = person.submitted, person.odd_time
+        student.moodle = student.moodle or person.number
         found[person.id] = student
         return
     for chapter, files in student.notebooks.items():

@@ -397,3 +397,31 @@ def test_no_bytes_make_an_archive_crash(data: bytes, name: str) -> None:
                 assert len(entry.data) <= archives.MAX_UNPACKED
         except archives.UNPACK_ERRORS as error:
             assert "\n" not in archives.one_line(error)
+
+
+def test_namesakes_in_a_moodle_worksheet(tmp_path: Path) -> None:
+    """No id but Moodle's: they are called as without a roster, and each keeps their own files."""
+    listed = roster(
+        tmp_path,
+        "Identifier,Full name,Email address\nParticipant 101,Anna Ek,a@uni.edu\n"
+        "Participant 102,Bo Li,b@uni.edu\nParticipant 103,Bo Li,b2@uni.edu\n"
+        "Participant 106,Bo Li,b3@uni.edu\n",
+    )
+    path = tmp_path / "download.zip"
+    path.write_bytes(zipped(MOODLE))
+    students = {s.id: s for s in collect(path, CHAPTERS, roster=listed)[0]}
+    assert {"Anna Ek", "Bo Li 102", "Bo Li 103", "Bo Li 106"} <= set(students)
+    assert students["Bo Li 102"].notebooks["02_four_consumers"][0].data == b"b"
+    assert students["Bo Li 103"].notebooks["02_four_consumers"][0].data == b"another Bo Li"
+    assert not students["Bo Li 106"].notebooks and students["Bo Li 106"].email == "b3@uni.edu"
+    plain = roster(tmp_path, "name,email\nBo Li,b@uni.edu\nBo Li,b2@uni.edu\n")
+    assert [person.id for person in plain.people] == ["b@uni.edu", "b2@uni.edu"]
+
+
+def test_a_time_in_the_roster_that_is_none_is_said(tmp_path: Path) -> None:
+    listed = roster(tmp_path, "id,submitted\nanna,gestern\nbert,-\ncleo,2026-12-01T10:00+01:00\n")
+    assert (
+        len(listed.said) == 2
+        and "1 times of submission aren't understood, like 'gestern' of anna" in listed.said[1]
+    )
+    assert [bool(person.odd_time) for person in listed.people] == [True, False, False]
