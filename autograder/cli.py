@@ -117,7 +117,8 @@ def grade(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Submissions graded side by side.")] = 2,
     seed: Annotated[
-        str | None, typer.Option(help="Secret of the hidden inputs; drawn and kept in OUT when left out.")
+        str | None,
+        typer.Option(help="Secret of the hidden inputs; that of OUT, or a new one, when left out."),
     ] = None,
     sandbox: Annotated[
         str,
@@ -231,9 +232,14 @@ def report(out: Graded) -> None:
 )
 def formgrader(context: typer.Context, out: Graded) -> None:
     """Open JupyterLab on a graded course: menu Nbgrader, Formgrader. Further options are JupyterLab's."""
+    from autograder import tables
+    from autograder.gradebook import usable
+
     folder = out / "course"
     if not (folder / "nbgrader_config.py").exists():
         raise course.CourseError(f"nothing was graded into {out}: first `autograder grade … --out {out}`")
+    usable(out)
+    tables.course(out.resolve())
     os.chdir(folder)  # nbgrader reads its configuration from here
     command = [sys.executable, "-m", "jupyter", "lab", "--ServerApp.root_dir=.", *context.args]
     os.execv(sys.executable, command)

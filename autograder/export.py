@@ -50,7 +50,9 @@ def export(
     wanted = [name for name in course.chapters() if not chapters or name in chapters]
     missing = [name for name in chapters if name not in wanted]
     if missing or not wanted:
-        raise CourseError(f"{missing[0] if missing else 'nothing'} was graded into {course.out}")
+        what = f"{missing[0]} wasn't" if missing else "nothing was"
+        there = f": {', '.join(course.chapters())} was" if missing else ""
+        raise CourseError(f"{what} graded into {course.out}{there}")
     said = _said(course, wanted)
     if kind == "nbgrader":
         _nbgrader(course, wanted, to)

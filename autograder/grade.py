@@ -116,6 +116,7 @@ def grade_folder(
     names = [c.name for c in chapters]
     students, ignored = submissions.collect(folder, names, out, pattern=collecting.pattern, roster=roster)
     built = build.build_all(chapters)
+    _not_anothers(out)
     _make_folders(out)
     lock = _alone(out)
     if scheduler is None and weaker(mode):
@@ -175,6 +176,29 @@ def _of_other_chapters(out: Path, chapters: Sequence[Chapter]) -> list[Record]:
 # -- before the run ----------------------------------------------------------------------------------------
 
 
+#: What is in a folder that somebody else uses; nothing of ours begins with it.
+_FOREIGN = (
+    "nbgrader_config.py",
+    "source",
+    "release",
+    "submitted",
+    "autograded",
+    "solutions",
+    "pyproject.toml",
+    ".git",
+)
+
+
+def _not_anothers(out: Path) -> None:
+    """Raises CourseError where `out` is used for something else: its gradebook would be ours."""
+    if not out.is_dir() or submissions.is_graders(out):
+        return
+    there = [name for name in _FOREIGN if (out / name).exists()]
+    if there or ((out / "gradebook.db").exists() and not (out / "records").is_dir()):
+        what = there[0] if there else "gradebook.db"
+        raise CourseError(f"{out} isn't the grader's: {what} is in it; choose another --out, one that is new")
+
+
 def _make_folders(out: Path) -> None:
     try:
         for name in ("course/source", "course/submitted", "records", "feedback"):
@@ -203,17 +227,25 @@ def _alone(out: Path) -> IO[str]:
 
 
 def _course_seed(out: Path, given: str | None) -> int:
-    """The seed of the hidden inputs: given, or made once for this output folder and kept in it."""
-    if given is not None:
-        return int.from_bytes(hashlib.sha256(given.encode()).digest()[:4], "big")
+    """The seed of the hidden inputs: given, or made once for this output folder; either is kept in it."""
     path = out / "check_seed"
+    if given is not None:
+        number = int.from_bytes(hashlib.sha256(given.encode()).digest()[:4], "big")
+        if path.exists() and path.read_text("utf-8").strip() != str(number):
+            print(f"{path}: another seed from now on, so every submission is graded anew", file=sys.stderr)
+        _keep_seed(path, number)
+        return number
     if not path.exists():
-        write_atomically(path, f"{secrets.randbelow(2**31)}\n")
-        path.chmod(0o600)
+        _keep_seed(path, secrets.randbelow(2**31))
     text = path.read_text("utf-8").strip()
     if not text.isdigit():
         raise CourseError(f"{path} should hold one number; delete it and every submission is graded anew")
     return int(text)
+
+
+def _keep_seed(path: Path, number: int) -> None:
+    write_atomically(path, f"{number}\n")
+    path.chmod(0o600)
 
 
 def _code_hash() -> str:

@@ -96,24 +96,30 @@ def why(result: dict[str, Any]) -> str:
     return ([*errors, *own] or [line for line in lines if line.strip()] or ["no reason given"])[-1][:300]
 
 
+def usable(out: Path) -> None:
+    """Raises CourseError where OUT/gradebook.db is there and can't be used."""
+    gradebook = out / "gradebook.db"
+    if not gradebook.exists():
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(gradebook)) as connection:
+            found = {
+                name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")
+            }
+            if not found <= _TABLES:  # a gradebook that a kill left half made is finished by `prepare`
+                connection.execute("select count(*) from assignment")
+    except sqlite3.Error as error:
+        raise CourseError(
+            f"{gradebook} can't be used ({error}): put back a copy, or move it away and points "
+            "given by hand are lost with it"
+        ) from None
+
+
 def prepare(out: Path, built: Iterable[build.Built]) -> None:
     """nbgrader's source notebooks, the assignments in its gradebook, and what formgrader reads."""
     write_atomically(out / "course" / "nbgrader_config.py", _FORMGRADER)
+    usable(out)
     gradebook = out / "gradebook.db"
-    if gradebook.exists():
-        try:
-            with contextlib.closing(sqlite3.connect(gradebook)) as connection:
-                found = {
-                    name
-                    for (name,) in connection.execute("select name from sqlite_master where type = 'table'")
-                }
-                if not found <= _TABLES:  # a gradebook that a kill left half made is finished below
-                    connection.execute("select count(*) from assignment")
-        except sqlite3.Error as error:
-            raise CourseError(
-                f"{gradebook} can't be used ({error}): put back a copy, or move it away and points "
-                "given by hand are lost with it"
-            ) from None
     for item in built:
         name = item.chapter.name
         path = out / "course" / "source" / name / f"{name}.ipynb"

@@ -218,6 +218,10 @@ def _pattern(text: str) -> re.Pattern[str]:
 def _items(given: Path, out: Path | None, left_out: list[str]) -> Iterator[_Item]:
     """The folders and files at the top of a folder or archive."""
     if given.is_dir():
+        if is_graders(given):
+            raise CourseError(f"{given} holds results of `autograder grade`, which aren't submissions")
+        if out is not None and out.resolve() == given.resolve():
+            raise CourseError(f"--out {given} is the folder of the submissions: choose another")
         yield from _folder_items(given, out, left_out)
     elif given.is_file():
         if not suffix(given.name):
@@ -236,6 +240,9 @@ def _folder_items(given: Path, out: Path | None, left_out: list[str]) -> Iterato
             continue
         if out is not None and entry.resolve() == out.resolve():
             continue
+        if entry.is_dir() and not entry.is_symlink() and is_graders(entry):
+            left_out.append(f"{readable(entry.name)}: results of `autograder grade`, no submission")
+            continue
         if entry.is_symlink():
             left_out.append(f"{readable(entry.name)}: a link; links aren't followed")
         elif entry.is_dir():
@@ -244,6 +251,11 @@ def _folder_items(given: Path, out: Path | None, left_out: list[str]) -> Iterato
             yield _Item(entry.name, file=Entry(PurePosixPath(entry.name)), path=entry)
         else:
             yield _Item(entry.name, file=archives.read_file(entry, PurePosixPath(entry.name)))
+
+
+def is_graders(folder: Path) -> bool:
+    """Whether the grader wrote this folder: its results are nobody's submission."""
+    return (folder / "class.json").is_file() and (folder / "records").is_dir()
 
 
 def _hidden_folder(name: str) -> list[str]:

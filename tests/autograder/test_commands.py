@@ -92,12 +92,29 @@ def test_report_and_export(root: Path, graded: Any) -> None:
         (("export", "nowhere", "--format", "canvas"), "nothing was graded"),
         (("export", "graded", "--format", "canvas"), "needs --template"),
         (("formgrader", "nowhere"), "nothing was graded"),
+        (("formgrader", "odd/class"), "class.json can't be read"),
+        (("formgrader", "odd/gradebook"), "gradebook.db can't be used"),
+        (("grade", "download.zip", "--out", "odd/nbgrader"), "isn't the grader's"),
     ],
 )
 def test_one_line_for_what_cannot_be_done(
     root: Path, graded: Any, words: tuple[str, ...], message: str
 ) -> None:
+    for name, file in (("class", "class.json"), ("gradebook", "gradebook.db"), ("nbgrader", "gradebook.db")):
+        (root / "odd" / name / "course").mkdir(parents=True, exist_ok=True)
+        (root / "odd" / name / "course" / "nbgrader_config.py").touch()
+        (root / "odd" / name / file).write_bytes(b"garbage" * 400)
     result = command(root, *words)
     assert isinstance(result.exception, CourseError)
     assert message in str(result.exception) and "\n" not in str(result.exception)
     assert not (root / "x").exists()
+
+
+def test_a_seed_is_kept(root: Path, graded: Any, tmp_path: Path) -> None:
+    kept = root / "graded" / "check_seed"
+    words = ("grade", "download.zip", "--out", "graded")
+    assert "another seed" in command(root, *words, "--seed", "one").stderr
+    first = kept.read_text("utf-8")
+    assert "another seed" not in command(root, *words).stderr and kept.read_text("utf-8") == first
+    assert "another seed" not in command(root, *words, "--seed", "one").stderr
+    assert "another seed" in command(root, *words, "--seed", "two").stderr

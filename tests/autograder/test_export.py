@@ -181,3 +181,8 @@ def test_the_report_counts_and_groups_wrong_answers(tmp_path: Path) -> None:
     )
     assert "77777" not in shown and max(map(len, shown.splitlines())) < 130
     assert "Anna Ek" in html(found) and "default-src 'none'" in html(found)
+
+
+def test_a_chapter_that_was_not_graded_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CourseError, match="03_deep wasn't graded into .*: 01_memory_basics was"):
+        export(course(tmp_path), "nbgrader", tmp_path / "x.csv", chapters=["03_deep"])

@@ -425,3 +425,17 @@ def test_a_time_in_the_roster_that_is_none_is_said(tmp_path: Path) -> None:
         and "1 times of submission aren't understood, like 'gestern' of anna" in listed.said[1]
     )
     assert [bool(person.odd_time) for person in listed.people] == [True, False, False]
+
+
+def test_results_of_the_grader_are_nobodys_submission(tmp_path: Path) -> None:
+    for name in ("anna", "graded/feedback/anna", "graded/records"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "anna" / NOTEBOOK).write_bytes(b"a")
+    (tmp_path / "graded" / "class.json").write_text("{}")
+    students, left_out = collect(tmp_path, CHAPTERS, tmp_path / "elsewhere")
+    assert [student.id for student in students] == ["anna"]
+    assert left_out == ["graded: results of `autograder grade`, no submission"]
+    with pytest.raises(CourseError, match="choose another"):
+        collect(tmp_path, CHAPTERS, tmp_path)
+    with pytest.raises(CourseError, match="aren't submissions"):
+        collect(tmp_path / "graded", CHAPTERS, tmp_path / "elsewhere")
