@@ -184,5 +184,5 @@ def test_the_report_counts_and_groups_wrong_answers(tmp_path: Path) -> None:
 
 
 def test_a_chapter_that_was_not_graded_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CourseError, match="03_deep wasn't graded into .*: 01_memory_basics was"):
+    with pytest.raises(CourseError, match=r"03_deep wasn't graded into .*: 01_memory_basics was"):
         export(course(tmp_path), "nbgrader", tmp_path / "x.csv", chapters=["03_deep"])
