@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -88,10 +89,14 @@ class Step:
                 ", ".join(f"{n} {_SEVEN[n]}" for n, is_taken in taken.items() if is_taken is state) or "none"
             )
 
-        return f"Of the seven steps it takes {listed(True)}; open: {listed(False)}."
+        return (
+            "Of the seven steps that make training fit (chapter 6 takes one after the other) it takes "
+            f"{listed(True)}; open: {listed(False)}."
+        )
 
     def note(self) -> str:
         with_what = " ".join(self.footprint.recipe.describe().split())
+        with_what = re.sub(r"\b\d{4,}\b", lambda number: f"{int(number[0]):,}", with_what)
         return (
             f"One step of {self.model}: {with_what}. {self.levers()} Live tensors at its peak; the "
             "allocator's cache and the driver's context come on top."
@@ -166,7 +171,7 @@ class View:
         parts += [_table(header, rows) for header, rows in self.tables()]
         if self.note:
             parts.append(f"<p>{html.escape(self.note)}</p>")
-        return "".join(parts)
+        return _unbroken("".join(parts))
 
     def step_html(self) -> str:
         """Live: the step's bars against its card, and its consumers; '' without a step."""
@@ -229,8 +234,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for i, (cell, name) in enumerate(zip(header, wide, strict=True))
     )
     body = "".join(
-        "<tr><th scope='row' style='text-align:left;padding:2px 4px'>"
-        f"{plots.swatch(words[first]) if first in words else ''}{html.escape(first)}</th>"
+        "<tr>"
+        + _row_name(first, words)
         + "".join(
             f"<td class='{name}' style='text-align:right;padding:2px 4px'>{html.escape(cell)}</td>"
             for cell, name in zip(rest, wide[1:], strict=True)
@@ -241,6 +246,18 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return (
         "<table style='border-collapse:collapse;margin:0.4em 0;font-size:0.95em'>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _row_name(name: str, words: Mapping[str, str]) -> str:
+    """A row's first cell; a consumer's name keeps beside its swatch, on every line of it."""
+    if name not in words:
+        return f"<th scope='row' style='text-align:left;padding:2px 4px'>{html.escape(name)}</th>"
+    first, space, rest = name.partition(" ")
+    return (
+        "<th scope='row' style='text-align:left;padding:2px 4px 2px calc(1.4em + 6px);text-indent:-1.4em'>"
+        f"<span style='white-space:nowrap'>{plots.swatch(words[name])}{html.escape(first)}</span>"
+        f"{space}{html.escape(rest)}</th>"
     )
 
 
@@ -288,8 +305,8 @@ def _step_change(
         said += f" ({plots.word(most)} {_signed(held[most] - was[most])})"
     if now.get("zero_stage") and step.recipe.world_size == 1:
         said += ": ZeRO shards over ranks, and there is one"
-    if now.get("sequence", 0) > (step.recipe.sequence or now.get("sequence", 0)):
-        said += f": {step.model} has {step.recipe.sequence:,} positions and no more"
+    for _, why in _limits(now).values():
+        said += f": {why}"
     if old.peak_phase != new.peak_phase:
         said += f", which moves from {plots.phase(old.peak_phase)} to {plots.phase(new.peak_phase)}"
     moved = _changed(controls, now, before)
@@ -299,6 +316,8 @@ def _step_change(
     lever = _LEVER_OF.get(key)
     if key == "ranks" and not (r.zero_stage or r.tensor_parallel > 1):
         lever = None
+    if key in ("batch", "ranks") and lever != 6 and r.micro_batch != earlier.recipe.micro_batch:
+        lever = 1  # it takes a smaller micro-batch along
     if lever:
         return f"{said}. This is step {lever} of the seven, {_SEVEN[lever]}."
     what = _NO_LEVER.get(key, "another job")
@@ -308,7 +327,11 @@ def _step_change(
 
 
 def _signed(size: int) -> str:
-    return f"{'−' if size < 0 else '+' if size > 0 else '±'}{units.format_bytes(abs(size))}"
+    return f"{_sign(size)}{units.format_bytes(abs(size))}"
+
+
+def _sign(number: int) -> str:
+    return "−" if number < 0 else "+" if number > 0 else "±"
 
 
 class Explorer:
@@ -367,9 +390,10 @@ def _can_be_live() -> bool:
     )
 
 
-#: ipywidgets gives the handle of a slider no name, reads out an index, and has no live region; a notebook in
-#: command mode takes arrows and letters from a control (a cell further, a new cell). This mends the explorer
-#: that it stands in, with version 8 and with 7 (jQuery's handle). Elsewhere it does nothing.
+#: ipywidgets gives the handle of a slider no name, reads out an index, lets a readout be edited and ignores
+#: what is typed, and has no live region; a notebook in command mode takes arrows and letters from a control
+#: (a cell further, a new cell). This mends the explorer that it stands in, with version 8 and with 7
+#: (jQuery's handle). Elsewhere it does nothing.
 _NAMES = """
 (function begin(start, left) {
   var root = start.closest('.memlab-explorer');
@@ -394,6 +418,9 @@ _NAMES = """
         set(handle, 'aria-valuenow', String(parseFloat(shown.replace(/,/g, '')) || 0));
       }
     });
+    root.querySelectorAll('.widget-readout').forEach(function (readout) {
+      set(readout, 'contenteditable', 'false');
+    });
     root.querySelectorAll('.memlab-status').forEach(function (node) { set(node, 'role', 'status'); });
     root.querySelectorAll('select, button, .noUi-handle').forEach(function (node) {
       set(node, 'data-lm-suppress-shortcuts', 'true');
@@ -402,13 +429,14 @@ _NAMES = """
   mend();
   new MutationObserver(mend).observe(root, {
     subtree: true, childList: true, characterData: true, attributes: true,
-    attributeFilter: ['aria-valuetext']
+    attributeFilter: ['aria-valuetext', 'contenteditable']
   });
 })(this, 100);
 """
 _STYLE = """
 .memlab-explorer td { white-space: nowrap; }
 @media (max-width: 640px) {
+  .memlab-explorer .widget-label { width: 7em !important; }
   .memlab-explorer .memlab-wide { display: none; }
   .memlab-explorer table { font-size: 12px !important; }
   .memlab-explorer td { white-space: normal; }
@@ -426,6 +454,7 @@ class _Live:
         self.valid: Choices = explorer.start  # the last choices that gave a view
         self.before: Choices | None = None  # where the control that moves now began to move
         self.moving = ""
+        self.settling = False
         self.run: Background | None = None
         self.lock = threading.RLock()
 
@@ -447,20 +476,23 @@ class _Live:
         children = [
             widgets.Box(
                 list(self.boxes.values()),
-                layout={"display": "flex", "flex_flow": "row wrap", "width": "auto", "align_items": "center"},
+                layout={
+                    "display": "grid",
+                    "width": "auto",
+                    "align_items": "center",
+                    "grid_template_columns": "repeat(auto-fit, minmax(min(100%, 20em), 1fr))",
+                },
             ),
             self.status,
             self.answer,
         ]
         if explorer.step is not None:
-            self.start_button = widgets.Button(description="Trace it", icon="play")
-            self.cancel_button = widgets.Button(description="Cancel", layout={"display": "none"})
+            self.button = widgets.Button(description="Trace it", icon="play")
             self.progress, self.traced = text(), text("", "memlab-status")
             self.result = text("", "memlab-traced")
-            self.start_button.on_click(self._trace)
-            self.cancel_button.on_click(self._cancel)
+            self.button.on_click(self._pressed)
             buttons = widgets.Box(
-                [self.start_button, self.cancel_button, self.progress],
+                [self.button, self.progress],
                 layout={"display": "flex", "flex_flow": "row wrap", "align_items": "center", "margin": "0"},
             )
             children += [buttons, self.traced, self.result]
@@ -478,11 +510,13 @@ class _Live:
             value=self.explorer.start[control.key],
             description=control.label,
             style={"description_width": "8em"},
-            layout={"flex": "1 1 20em", "min_width": "15em", "max_width": "27em", "width": "auto"},
+            layout={"min_width": "0", "width": "auto"},
         )
 
     def _moved(self, key: str) -> None:
         with self.lock:
+            if self.settling:
+                return
             try:
                 self._forget_trace()
                 now = {name: box.value for name, box in self.boxes.items()}
@@ -492,7 +526,7 @@ class _Live:
                     self.status.value = _said(quick.status())
                     self.answer.value = _page(quick.step_html())
                 view = self.explorer.show(now, self.before)
-                self.valid = now
+                self.valid = self._settled(now)
                 shown = (view.status(), view.step_html(), view.lesson_html())
             except ValueError as error:
                 shown = (f"This can't be: {error}", "", "")
@@ -501,9 +535,23 @@ class _Live:
             self.status.value = _said(shown[0])
             self.answer.value, self.lesson.value = _page(shown[1]), _page(shown[2])
 
+    def _settled(self, now: Choices) -> Choices:
+        """Moves back each slider that stands above what counts, to the next of its sizes."""
+        settled = dict(now)
+        for key, (most, _) in (_limits(now) if self.explorer.step is not None else {}).items():
+            settled[key] = min(value for _, value in self.boxes[key].options if value >= most)
+        self.settling = True
+        try:
+            for key, value in settled.items():
+                if value != now[key]:
+                    self.boxes[key].value = value
+        finally:
+            self.settling = False
+        return settled
+
     # the trace
 
-    def _trace(self, _: object) -> None:
+    def _trace(self) -> None:
         with self.lock:
             if self.run is not None:
                 return
@@ -521,9 +569,16 @@ class _Live:
             self.traced.value = _said(f"Tracing a step of {step.model} on fake tensors.")
             self._running(True)
 
+    def _pressed(self, _: object) -> None:
+        """One button for both, so that it keeps the keyboard's focus."""
+        with self.lock:
+            if self.run is None:
+                self._trace()
+            elif self.run.seconds > 0.3:  # else a double click
+                self._cancel()
+
     def _running(self, runs: bool) -> None:
-        self.start_button.disabled = runs
-        self.cancel_button.layout.display = None if runs else "none"
+        self.button.description, self.button.icon = ("Cancel", "stop") if runs else ("Trace it", "play")
         if not runs:
             self.progress.value = ""
 
@@ -547,7 +602,7 @@ class _Live:
                 status, page = _failure(error), ""
             self.traced.value, self.result.value = _said(status), _page(page)
 
-    def _cancel(self, _: object = None, why: str = "Trace cancelled") -> None:
+    def _cancel(self, why: str = "Trace cancelled") -> None:
         with self.lock:
             run, self.run = self.run, None
             if run is not None:
@@ -563,11 +618,16 @@ class _Live:
 
 
 def _said(line: str) -> str:
-    return f"<div style='line-height:1.45'><b>{html.escape(line)}</b></div>" if line else ""
+    return _page(f"<b>{html.escape(line)}</b>") if line else ""
 
 
 def _page(content: str) -> str:
-    return f"<div style='line-height:1.45'>{content}</div>" if content else ""
+    return f"<div style='line-height:1.45'>{_unbroken(content)}</div>" if content else ""
+
+
+def _unbroken(content: str) -> str:
+    """No line ends between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=([KMGT]i?)?B(/s)?\b|[mµn]?s\b)", "\u00a0", content)
 
 
 def _failure(error: BaseException) -> str:
@@ -580,7 +640,7 @@ def _traced(step: Step, outcome: Mapping[str, Any]) -> tuple[str, str]:
         return f"Not traced: {outcome['error']}", ""
     formula, peak = step.footprint, outcome["peak_bytes"]
     gap = formula.peak_bytes - peak
-    apart = "equal to the byte" if not gap else f"{_signed(gap)} ({gap / peak:+.2%})"
+    apart = "equal to the byte" if not gap else f"{_signed(gap)} ({_sign(gap)}{abs(gap) / peak:.2%})"
     fits = "fits on" if peak <= step.capacity else "doesn't fit on"
     status = (
         f"Traced: peak {units.format_bytes(peak)} in {plots.phase(outcome['peak_phase'])}, "
@@ -663,13 +723,42 @@ def _context(config: models.TransformerConfig | models.ConvConfig) -> int:
     return config.context if isinstance(config, models.TransformerConfig) else 1024
 
 
+def _limits(choices: Choices) -> dict[str, tuple[int, str]]:
+    """What is chosen larger than it can be: the most that counts, and why."""
+    config, found = models.model(choices["model"]), {}
+    transformer = isinstance(config, models.TransformerConfig)
+    if isinstance(config, models.TransformerConfig) and config.positions == "learned":
+        found["sequence"] = config.context, f"{config.name} has {config.context:,} positions and no more"
+    if transformer:
+        found["segment"] = config.blocks, f"{config.name} has {config.blocks} blocks and no more"
+    if "batch" in choices:
+        share = _share(choices)
+        whole = "the batch" if choices.get("ranks", 1) == 1 else "a card's share of the batch"
+        found["micro_batch"] = share, f"a micro-batch is at most {whole}, {_many(share, 'sample')}"
+    return {key: limit for key, limit in found.items() if choices.get(key, 0) > limit[0]}
+
+
+def _limited(choices: Choices) -> Choices:
+    """The choices with each at most at its limit: what is computed."""
+    return {**choices, **{key: most for key, (most, _) in _limits(choices).items()}}
+
+
+def _share(choices: Choices) -> int:
+    """Samples of the batch for each card, one at least."""
+    return int(-(-choices["batch"] // choices.get("ranks", 1)))
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
 def _recipe(choices: Choices, **fixed: Any) -> recipe.Recipe:
     """The recipe of the choices: what isn't chosen is at its default, or `fixed`.
 
-    A sequence is at most what the model has learned positions for; a convnet has neither it nor attention;
-    one rank has nobody to share with, whatever the stage of ZeRO.
+    What is chosen counts up to its limit; a convnet has neither sequence nor attention; one rank has nobody
+    to share with, whatever the stage of ZeRO.
     """
-    config = models.model(choices["model"])
+    config, choices = models.model(choices["model"]), _limited(choices)
     taken = {
         key: choices[key]
         for key in (
@@ -693,8 +782,6 @@ def _recipe(choices: Choices, **fixed: Any) -> recipe.Recipe:
     if not isinstance(config, models.TransformerConfig):
         taken.pop("sequence", None)
         taken.pop("attention", None)
-    elif taken.get("sequence") and config.positions == "learned":
-        taken["sequence"] = min(taken["sequence"], config.context)
     return recipe.Recipe(**taken)
 
 
@@ -895,8 +982,7 @@ _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96)
 
 
 def _segments_step(choices: Choices, segment: int | None = None) -> Step:
-    length = choices["segment"] if segment is None else segment
-    length = min(length, models.model(choices["model"]).blocks)
+    length = _limited(choices)["segment"] if segment is None else segment
     return _step(choices, precision="bf16", checkpointing=f"every-{length}" if length else "none")
 
 
@@ -945,7 +1031,7 @@ def _segments_view(controls: Sequence[Control], now: Choices, before: Choices | 
     return View(
         finding, header, tuple(rows), f"{step.note()} {note}", draw,
         change=_step_change(controls, now, before, step, earlier), now=step, before=earlier,
-        chosen=_segmented(min(now["segment"], config.layers)),
+        chosen=_segmented(_limited(now)["segment"]),
         bars={
             _segmented(n): f.consumers_at_peak() for n, f in ((0, plain), *found.items())
         },
@@ -955,7 +1041,7 @@ def _segments_view(controls: Sequence[Control], now: Choices, before: Choices | 
 # -- chapter 4: what each stage of ZeRO leaves ---
 
 #: Bytes per parameter of (parameters, gradients, optimizer_states).
-_STATES = (("16 bit, fp32 master: 2 + 2 + 12", (2, 2, 12)), ("fp32 or autocast: 4 + 4 + 8", (4, 4, 8)))
+_STATES = (("16 bit: 2 + 2 + 12", (2, 2, 12)), ("autocast: 4 + 4 + 8", (4, 4, 8)))
 _STAGES = ("none", "stage 1", "stage 2", "stage 3")
 
 
@@ -1082,19 +1168,20 @@ def micro_batches(model: str = "gpt2", gpu: str = "RTX-4090", batch: int = 256) 
 
 def _accumulated(choices: Choices, micro_batch: int | None = None) -> Step:
     """Two micro-batches stand for all: from the second on, the gradients are there in the forward."""
-    size = choices["micro_batch"] if micro_batch is None else micro_batch
+    size = _limited(choices)["micro_batch"] if micro_batch is None else micro_batch
     turns = -(-choices["batch"] // (size * choices.get("ranks", 1)))
     return _step({**choices, "micro_batch": size}, accumulation=min(turns, 2))
 
 
 def _samples(choices: Choices) -> str:
     """How the batch is worked off, in words."""
-    ranks, size = choices.get("ranks", 1), choices["micro_batch"]
-    turns = -(-choices["batch"] // (size * ranks))
-    said = f"{turns:,} micro-batch{'es' if turns > 1 else ''} of {size}" + (
+    ranks, size, batch = choices.get("ranks", 1), _limited(choices)["micro_batch"], choices["batch"]
+    turns = -(-batch // (size * ranks))
+    said = f"{turns:,} micro-batch{'es' if turns > 1 else ''} of {size:,}" + (
         f" on each of {ranks:,} cards" if ranks > 1 else ""
     )
-    said += f": {turns * size * ranks:,} samples a step."
+    said += f": {_many(turns * size * ranks, 'sample')} a step"
+    said += f", more than the batch of {batch:,}." if turns * size * ranks > batch else "."
     return said + (" Two stand for all: the peak is the same." if turns > 2 else "")
 
 
@@ -1114,30 +1201,34 @@ def _largest_micro_batch(now: Choices) -> int:
     return int(low)
 
 
+def _fitting(samples: int) -> str:
+    return f"{_many(samples, 'sample')} fit{'s' if samples == 1 else ''}"
+
+
 def _micro_batch_view(controls: Sequence[Control], now: Choices, before: Choices | None) -> View:
-    card, batch = hardware.gpu(now["gpu"]), now["batch"]
+    card, batch, chosen = hardware.gpu(now["gpu"]), now["batch"], _limited(now)["micro_batch"]
     step, earlier = _accumulated(now), _accumulated(before) if before is not None else None
     largest = _largest_micro_batch(now)
-    sizes = sorted({now["micro_batch"], *(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= batch)})
+    sizes = sorted({chosen, *(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= batch)})
     held = {n: _accumulated(now, n).footprint for n in sizes}
     rows = []
     for n, found in held.items():
         room = card.memory_bytes - found.peak_bytes
         fits = "fits" if room >= 0 else f"{units.format_bytes(-room)} too much"
-        rows.append((f"{n}", units.format_bytes(found.peak_bytes), f"{-(-batch // n)}", fits))
+        rows.append((f"{n:,}", units.format_bytes(found.peak_bytes), f"{-(-batch // n):,}", fits))
     finding = f"{now['model']} on {card.name}: not even one sample fits"
     if largest:
         times = -(-batch // largest)
-        takes = "fits at once" if times == 1 else f"takes {times} micro-batches"
-        finding = f"{now['model']} on {card.name}: {largest} samples fit, a batch of {batch} {takes}"
+        takes = "fits at once" if times == 1 else f"takes {times:,} micro-batches"
+        finding = f"{now['model']} on {card.name}: {_fitting(largest)}, a batch of {batch:,} {takes}"
     note = f"{step.note()} {_samples(now)} Gradients are kept between micro-batches."
     if before is not None:
-        note = f"Samples that fit: {_largest_micro_batch(before)} → {largest}. {note}"
+        note = f"Samples that fit: {_largest_micro_batch(before):,} → {largest:,}. {note}"
 
     def draw() -> plots.Figure:
         return plots.curves(
             {"peak of the step": (sizes, [found.peak_bytes for found in held.values()])},
-            f"{largest} samples fit on {card.name}",
+            f"{_fitting(largest)} on {card.name}",
             "micro-batch (samples)",
             "live tensors at the peak",
             in_bytes=True,
@@ -1148,8 +1239,8 @@ def _micro_batch_view(controls: Sequence[Control], now: Choices, before: Choices
     return View(
         finding, header, tuple(rows), note, draw,
         change=_step_change(controls, now, before, step, earlier), now=step, before=earlier,
-        chosen=f"micro-batch {now['micro_batch']}:",
-        bars={f"micro-batch {n}:": found.consumers_at_peak() for n, found in held.items()},
+        chosen=f"micro-batch {chosen:,}:",
+        bars={f"micro-batch {n:,}:": found.consumers_at_peak() for n, found in held.items()},
     )  # fmt: skip
 
 
@@ -1229,7 +1320,7 @@ def _seven_view(controls: Sequence[Control], now: Choices, before: Choices | Non
     steps = {name: _footprint(config.name, each, card.name) for name, each in _seven_recipes(now).items()}
     peaks = {name: step.peak_bytes for name, step in steps.items()}
     fitting = next((name for name, size in peaks.items() if size <= card.memory_bytes), None)
-    many = f"{now['ranks']} x {card.name}" if now["ranks"] > 1 else card.name
+    many = f"{now['ranks']:,} x {card.name}" if now["ranks"] > 1 else card.name
     finding = f"{config.name} on {many}: none of the seven steps makes it fit"
     if fitting == "as it is":
         finding = f"{config.name} on {many}: it fits as it is"

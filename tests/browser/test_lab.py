@@ -267,6 +267,14 @@ def explore(student: Student, cell: Any) -> None:
     page.wait_for_timeout(200)
     assert answer.text_content() != before
     assert slider.get_attribute("aria-valuetext") == "2"
+    readout = explorer.locator(".widget-slider", has=page.get_by_role("slider", name="Micro-batch")).locator(
+        ".widget-readout"
+    )
+    readout.click()  # it takes no number: the slider would ignore it
+    page.keyboard.type("8")
+    page.keyboard.press("Tab")
+    assert readout.inner_text().strip() == "2"
+    assert explorer.locator(".widget-readout[contenteditable='true']").count() == 0
 
     cells = page.locator(".jp-Notebook .jp-Cell").count()
     optimizer = explorer.get_by_role("combobox", name="Optimizer", exact=True)
@@ -278,10 +286,16 @@ def explore(student: Student, cell: Any) -> None:
     page.wait_for_timeout(300)
     assert page.locator(".jp-Notebook .jp-Cell").count() == cells
 
-    explorer.get_by_role("button", name="Trace it").click()
+    button = explorer.locator("button")
+    button.focus()
+    page.keyboard.press("Enter")
     status.filter(has_text="Traced:").wait_for(timeout=90_000)
     said = status.filter(has_text="Traced:").inner_text()
-    assert re.match(r"Traced: peak [\d.]+ GiB in .*; formula [\d.]+ GiB", said), said
+    assert re.match(r"Traced: peak [\d.]+\sGiB in .*; formula [\d.]+\sGiB", said), said
     explorer.get_by_role("button", name="Trace it").click()
+    explorer.get_by_role("button", name="Cancel").wait_for()
+    assert button.evaluate("it => it === document.activeElement")
+    page.wait_for_timeout(400)  # sooner would be a double click
     explorer.get_by_role("button", name="Cancel").click()
     status.filter(has_text="Trace cancelled").wait_for(timeout=10_000)
+    assert button.evaluate("it => it === document.activeElement")

@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -36,6 +37,10 @@ def live(explorer):
     """Its widgets by label, and what it shows."""
     made = widgets._Live(explorer)
     return made, {control.label: made.boxes[control.key] for control in explorer.controls}
+
+
+def said(box):
+    return box.value.replace("\u00a0", " ")
 
 
 def test_the_twin_is_a_table_and_a_figure(explorer):
@@ -269,9 +274,9 @@ def test_any_order_of_changes_ends_in_the_view_of_the_last_choices(data):
             assert str(error).split("'")[0] in made.status.value
         return
     if made.valid == now and made.moving:
-        assert units.format_bytes(expected.peak_bytes) in made.status.value
+        assert units.format_bytes(expected.peak_bytes) in said(made.status)
         before = widgets._step(made.before).footprint
-        assert widgets._signed(expected.peak_bytes - before.peak_bytes) in made.status.value
+        assert widgets._signed(expected.peak_bytes - before.peak_bytes) in said(made.status)
 
 
 def test_an_error_in_a_callback_is_a_line(monkeypatch):
@@ -316,7 +321,7 @@ def test_a_change_names_its_step_of_the_seven(changed, says):
 
 
 def trace(made):
-    made._trace(None)
+    made._trace()
     run = made.run
     assert run is None or run.wait(120)
     return made
@@ -328,10 +333,10 @@ def test_trace_it_gives_the_trace_beside_the_formula():
     trace(made)
     expected = trace_step("gpt2", Recipe(precision="amp-fp16", sequence=128), gpu="T4", limit=2**62)
     formula = footprint("gpt2", Recipe(precision="amp-fp16", sequence=128), "T4")
-    assert f"Traced: peak {units.format_bytes(expected.peak_bytes)} in" in made.traced.value
-    assert widgets._signed(formula.peak_bytes - expected.peak_bytes) in made.traced.value
+    assert f"Traced: peak {units.format_bytes(expected.peak_bytes)} in" in said(made.traced)
+    assert widgets._signed(formula.peak_bytes - expected.peak_bytes) in said(made.traced)
     assert f"{len(expected):,} allocations" in made.result.value
-    assert made.start_button.disabled is False and made.cancel_button.layout.display == "none"
+    assert made.button.description == "Trace it"
     boxes["Micro-batch"].value = 2
     assert not made.traced.value and not made.result.value  # it was another step's
 
@@ -344,16 +349,16 @@ def test_a_sharded_step_is_traced_too():
 
 def test_cancel_ends_the_child_and_its_result_never_comes():
     made, boxes = live(widgets.four_consumers("llama2-70b", "H200"))
-    made._trace(None)
+    made._trace()
     run = made.run
-    assert "Tracing" in made.traced.value and made.start_button.disabled
-    made._trace(None)
+    assert "Tracing" in made.traced.value and made.button.description == "Cancel"
+    made._trace()
     assert made.run is run  # one at a time
     made._cancel()
-    assert "Trace cancelled" in made.traced.value and not made.start_button.disabled
+    assert "Trace cancelled" in made.traced.value and made.button.description == "Trace it"
     assert run.wait(20) and run.process.returncode != 0
     assert "Trace cancelled" in made.traced.value and not made.progress.value
-    made._trace(None)
+    made._trace()
     run = made.run
     boxes["Micro-batch"].value = 2
     assert "a choice changed" in made.traced.value and run.wait(20)
@@ -408,3 +413,80 @@ def test_the_choice_is_marked_among_the_bars(name, key):
     for _, value in control.options:
         view = explorer.show({**explorer.start, key: value}, None)
         assert view.chosen in view.bars
+
+
+# -- what is shown is what is computed ---
+
+
+def test_a_micro_batch_is_at_most_the_batch_and_its_slider_follows():
+    made, boxes = live(widgets.micro_batches("gpt2", "RTX-4090", batch=1024))
+    boxes["Micro-batch"].value = 128
+    boxes["Batch"].value = 32
+    assert "a micro-batch is at most the batch, 32 samples. This is step 1 of the seven" in made.status.value
+    assert boxes["Micro-batch"].value == 32 and made.valid["micro_batch"] == 32
+    assert "1 micro-batch of 32: 32 samples a step." in made.lesson.value
+    boxes["Micro-batch"].value = 48
+    assert "±0 B at the peak: a micro-batch is at most the batch" in said(made.status)
+    assert boxes["Micro-batch"].value == 32
+    boxes["Micro-batch"].value = 3
+    assert "Micro-batch 32 → 3: " in made.status.value
+    assert "11 micro-batches of 3: 33 samples a step, more than the batch of 32." in made.lesson.value
+
+
+def test_a_micro_batch_is_at_most_a_cards_share_of_the_batch():
+    made, boxes = live(widgets.seven_steps("gpt2", "T4", cards=2, batch=32))
+    boxes["1 Micro-batch"].value = 96
+    assert "at most a card&#x27;s share of the batch, 16 samples" in made.status.value
+    assert boxes["1 Micro-batch"].value == 16
+    boxes["Cards"].value = 64
+    assert boxes["1 Micro-batch"].value == 1
+    assert "64 samples a step, more than the batch of 32." in made.lesson.value
+
+
+@pytest.mark.parametrize(
+    ("name", "moves", "slider", "stands", "says"),
+    [
+        ("one_step", (("Model", "densenet264"), ("Sequence", 32768), ("Model", "gpt2")), "Sequence", 1024,
+         "gpt2 has 1,024 positions and no more"),
+        ("checkpoint_segments", (("Segment", 96),), "Segment", 32, "llama2-7b has 32 blocks and no more"),
+        ("checkpoint_segments", (("Segment", 24), ("Model", "gpt2")), "Segment", 12, "gpt2 has 12 blocks"),
+        ("one_step", (("Model", "bert-large"),), "Sequence", 512, "bert-large has 512 positions"),
+    ],
+)  # fmt: skip
+def test_a_slider_above_what_counts_moves_back(name, moves, slider, stands, says):
+    made, boxes = live(EXPLORERS[name]())
+    for label, value in moves:
+        boxes[label].value = value
+    assert boxes[slider].value == stands and says in made.status.value
+
+
+def test_numbers_are_written_in_one_style():
+    view = widgets.micro_batches("gpt2", "RTX-4090", batch=1024).twin
+    assert view.rows[0][2] == "1,024" and "sequence 1,024" in view.note
+    step = widgets.Step("gpt2", Recipe(sequence=128), "T4")
+    peak = step.footprint.peak_bytes + units.MIB
+    outcome = {"peak_bytes": peak, "peak_phase": "backward", "rows": (), "events": 1, "seconds": 1.0}
+    assert f"−1.00 MiB (−{units.MIB / peak:.2%})" in widgets._traced(step, outcome)[0]
+
+
+def test_no_line_ends_between_a_number_and_its_unit(explorer):
+    made, _ = live(explorer)
+    for shown in (made.status, made.answer, made.lesson):
+        assert not re.search(r"\d ([KMGT]i?)?B\b", shown.value)
+    assert not re.search(r"\d ([KMGT]i?)?B\b", explorer.twin.html())
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_note_says_where_the_seven_steps_come_from(name):
+    assert "(chapter 6 takes one after the other)" in EXPLORERS[name]().twin.note
+
+
+def test_one_button_traces_and_cancels_but_not_by_a_double_click():
+    made, _ = live(widgets.four_consumers("llama2-70b", "H200"))
+    made._pressed(None)
+    run = made.run
+    made._pressed(None)
+    assert made.run is run and made.button.description == "Cancel"
+    time.sleep(0.4)
+    made._pressed(None)
+    assert made.run is None and "Trace cancelled" in made.traced.value and run.wait(20)
