@@ -35,8 +35,11 @@ Automatic points, and those of one written answer graded by hand.
 
 - **After each exercise** `memlab.check(…)` says at once what is right, what to do next, and how many points
   that is; `memlab.progress()` shows the points so far.
+- **After a restart of the kernel**, or when you come back, run from the top: menu *Run*,
+  *Run All Above Selected Cell*. Until then a cell ends in `NameError: name 'lab' is not defined`.
 - **Validate**, above each notebook, runs all of it from the top in a fresh kernel, as a grader does: one to
-  two minutes. Do it before you hand in.
+  two minutes. It lists every check that doesn't give all its points, an exercise you left untouched as
+  "Partial credit", too; the check's own lines say why. Do it before you hand in.
 - **To hand in**, give in the notebook under its own name with your answers in it.
 - **To start a chapter over**, take menu *Nbgrader*, *Assignment List*, *Fetch*: it puts a fresh copy in a
   folder of its own.

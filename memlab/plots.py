@@ -103,7 +103,8 @@ class Figure(MplFigure):
     def _ipython_display_(self) -> None:
         # Not _repr_png_: the inline backend registers its own printer for figures, which drops the text.
         bundle = {"image/png": base64.b64encode(self.png()).decode("ascii"), "text/plain": self.memlab_alt}
-        metadata = {"image/png": {"alt": self.memlab_alt}}
+        # A narrow notebook scrolls a figure sideways: scaled to its width, the labels couldn't be read.
+        metadata = {"image/png": {"alt": self.memlab_alt, "unconfined": True}}
         importlib.import_module("IPython.display").display(bundle, metadata=metadata, raw=True)
 
 

@@ -35,8 +35,12 @@ _MOST = MIB  # what a notebook is given at once
 _CODES = {"u1": "B", "u2": "H", "u4": "I", "i4": "i", "f8": "d"}
 
 
-def viewer_html(trace: Trace, replay: Replay | None = None, title: str | None = None) -> str:
+def viewer_html(
+    trace: Trace, replay: Replay | None = None, title: str | None = None, budget: int | None = None
+) -> str:
     """The page as a string. `replay`, of the same trace, adds reserved bytes, segments and block sizes.
+
+    `budget` (bytes) is drawn as a line, as `plots.timeline` draws it.
 
     Raises ValueError if `replay` comes from another trace.
     """
@@ -48,6 +52,7 @@ def viewer_html(trace: Trace, replay: Replay | None = None, title: str | None = 
     from memlab.plots import COLOURS
 
     meta, data = _pack(trace, replay)
+    meta["budget"] = budget
     meta["colours"] = [COLOURS[name] for name in CONSUMERS]
     page = importlib.resources.files("memlab").joinpath("data/viewer.html").read_text(encoding="utf-8")
     # "<" would let a name close the script element
@@ -63,10 +68,14 @@ def viewer_html(trace: Trace, replay: Replay | None = None, title: str | None = 
 
 
 def write_viewer(
-    trace: Trace, path: str | os.PathLike[str], replay: Replay | None = None, title: str | None = None
+    trace: Trace,
+    path: str | os.PathLike[str],
+    replay: Replay | None = None,
+    title: str | None = None,
+    budget: int | None = None,
 ) -> None:
     """Writes the page of `viewer_html`; whole or not at all."""
-    write_whole(path, viewer_html(trace, replay, title))
+    write_whole(path, viewer_html(trace, replay, title, budget))
 
 
 def show(
@@ -88,7 +97,7 @@ def show(
     from memlab import plots
 
     figure = plots.timeline(trace, budget, title)
-    page = viewer_html(trace, replay, title)
+    page = viewer_html(trace, replay, title, budget)
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if shell is None:
@@ -108,7 +117,7 @@ def show(
         )
         return
     widgets = importlib.import_module("ipywidgets")
-    display(widgets.HTML(value=frame, layout={"width": "100%"}))
+    display(widgets.HTML(value=frame, layout={"width": "auto", "margin": "0"}))
 
 
 def _frame(page: str, title: str, height: int) -> str:
@@ -116,7 +125,7 @@ def _frame(page: str, title: str, height: int) -> str:
     source = page.replace("&", "&amp;").replace('"', "&quot;")
     return (
         f'<iframe title="{html.escape(title)}: the viewer" sandbox="allow-scripts" srcdoc="{source}" '
-        f'style="width:100%;height:{int(height)}px;border:0;resize:vertical"></iframe>'
+        f'style="width:100%;height:{int(height)}px;border:0;resize:vertical;display:block"></iframe>'
     )
 
 
@@ -143,6 +152,7 @@ def _pack(trace: Trace, replay: Replay | None) -> tuple[dict[str, Any], bytes]:
         "shapes": [list(shape) for shape in shapes],
         "phases": trace.marks,
         "steps": trace.steps,
+        "before": trace.before,
         "subtitle": _subtitle(trace),
         "notes": _notes(trace, replay),
         "replay": None,

@@ -25,6 +25,7 @@ def test_the_start_page_has_the_readmes_rows() -> None:
     assert (
         "| 1 | [One](01_one.ipynb): first | 10 |" in page and "\nThe lead.\n" in page and "badge" not in page
     )
+    assert "*Run All Above Selected Cell*" in page and '"Partial credit"' in page
     with pytest.raises(CourseError, match="no row for 02_two"):
         lab.start_page(README, ["01_one", "02_two"])
 

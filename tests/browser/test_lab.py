@@ -33,6 +33,24 @@ STICKS_OUT = """root => [...root.querySelectorAll('*')].filter(e => {
 }).map(e => e.outerHTML.slice(0, 80))"""
 
 
+#: Pixels that the chosen option of a menu lacks.
+CUT_OFF = """menu => {
+  const g = document.createElement('canvas').getContext('2d'), style = getComputedStyle(menu);
+  g.font = style.font;
+  return g.measureText(menu.selectedOptions[0].text).width
+    - (menu.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
+}"""
+#: What around an element is wider inside than outside.
+SCROLLED = """e => {
+  const found = [];
+  for (let up = e.parentElement; up && !up.matches('.jp-Notebook'); up = up.parentElement) {
+    const scrolls = getComputedStyle(up).overflowX !== 'visible';
+    if (scrolls && up.scrollWidth > up.clientWidth) found.push(up.className);
+  }
+  return found;
+}"""
+
+
 class Student(Watched):
     """A browser in which one person works in JupyterLab."""
 
@@ -217,12 +235,16 @@ def test_explorers_on_a_phone(chromium: Any, lab: str) -> None:
             explorer.scroll_into_view_if_needed()
             student.picture(f"explorer-{number}-400", explorer)
             wide[number] = explorer.evaluate(STICKS_OUT)
+            for menu in explorer.locator("select").all():
+                assert menu.evaluate(CUT_OFF) <= 0, menu.evaluate("e => e.selectedOptions[0].text")
             for control in explorer.locator("select, .noUi-handle, button:visible").all():
                 control.focus()
                 box = control.bounding_box()
                 assert box["x"] >= 0 and box["x"] + box["width"] <= 401, control.evaluate("e => e.outerHTML")
         assert not any(wide.values()), wide
         assert student.overflow() <= 0
+        figure = page.locator(".jp-RenderedImage img").first
+        assert figure.evaluate("e => e.width >= e.naturalWidth")  # legible: it scrolls, it isn't scaled down
         explore(student, page.locator(".jp-CodeCell").filter(has_text="four_consumers("))
         student.picture("explorer-traced-400")
         assert violations(page, ".memlab-explorer") == []
@@ -246,6 +268,7 @@ def view(page: Any) -> None:
     frame.locator("html[data-ready=true]").wait_for()
     frame.locator("#facts").get_by_text("peak of live tensors").wait_for()
     page.wait_for_timeout(500)
+    assert shown.evaluate(SCROLLED) == []  # all of the frame's width is there
     colours = """canvas => new Set(new Uint32Array(
         canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size"""
     assert frame.locator("#plot").evaluate(colours) > 5

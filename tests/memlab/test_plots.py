@@ -168,6 +168,7 @@ from IPython.utils.capture import capture_output
 with capture_output() as got:
     shell.run_cell("from memlab import plots; plots.bandwidths([('PCIe', 3e10), ('HBM', 2e12)])")
 import json
+assert all(o.metadata["image/png"]["unconfined"] for o in got.outputs)  # a narrow page scrolls it
 print(json.dumps([[sorted(o.data), o.metadata["image/png"]["alt"]] for o in got.outputs]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -329,5 +329,48 @@ def test_within_a_page_it_leaves_the_wheel_to_the_page(chromium: Any, width: int
         seen.page.wait_for_timeout(150)
         assert span() < before
         assert inner.locator("html").evaluate("e => e.scrollWidth <= e.clientWidth") and seen.overflow() <= 0
+        for part in ("#filter", "#all", "#toPeak"):
+            cut = "e => e.getBoundingClientRect().right - e.closest('.panel').getBoundingClientRect().right"
+            assert inner.locator(part).evaluate(cut) < 0, part
+        help_ = inner.locator(".hint .note").bounding_box()
+        assert help_ is not None and help_["width"] > 0.7 * min(width, 420)
         assert violations(seen.page) == [] and seen.complaints == []
         seen.picture(f"viewer-in-a-page-{width}")
+
+
+@pytest.mark.browser
+def test_the_budget_and_where_the_step_begins_are_shown(chromium: Any, tmp_path: Path) -> None:
+    trace = training_trace(steps=2).last_step()
+    peak = trace.peak_bytes
+    colour = """([budget]) => {
+        const canvas = document.querySelector('#plot'), g = canvas.getContext('2d'), ratio = devicePixelRatio;
+        const v = memlabViewer.view, y = canvas.height / ratio - 34
+            - budget / v.y1 * (canvas.height / ratio - 24 - 34);
+        const row = g.getImageData(0, Math.round((y - 2) * ratio), canvas.width, Math.ceil(5 * ratio)).data;
+        let red = 0;
+        for (let i = 0; i < row.length; i += 4) red += row[i] > 150 && row[i + 1] < 90 && row[i + 2] < 40;
+        return red;
+    }"""
+    for budget, factor in ((None, 0.8), (int(0.8 * peak), 0.8), (int(1.4 * peak), 1.4)):
+        write_viewer(trace, tmp_path / "v.html", budget=budget)
+        shown = Page(chromium, tmp_path / "v.html", color_scheme="light")
+        assert ("budget" in shown.text("#facts")) == (budget is not None)
+        red = shown.page.evaluate(colour, [int(factor * peak)])
+        assert (red > 500) == (budget is not None), (budget, red)
+        assert f"before {trace.before:,} stand for what was alive" in shown.text("#lead")
+        assert shown.complaints == []
+    write_viewer(training_trace(), tmp_path / "v.html")
+    assert Page(chromium, tmp_path / "v.html").text("#lead") == ""  # all of it is the step
+
+
+@pytest.mark.browser
+def test_a_column_of_lines_is_there_if_lines_were_recorded(chromium: Any, tmp_path: Path) -> None:
+    trace = training_trace()
+    for lines in (True, False):
+        if not lines:
+            trace.columns["line"] = array("l", [0] * len(trace.sizes))
+        write_viewer(trace, tmp_path / "v.html")
+        page = Page(chromium, tmp_path / "v.html").page
+        assert page.locator("#heads button:text-is('line')").count() == lines
+        assert page.locator("#group option[value=line]").count() == lines
+        assert ("line" in page.get_attribute("#filter", "placeholder")) == lines
