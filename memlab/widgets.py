@@ -436,7 +436,6 @@ _NAMES = """
 _STYLE = """
 .memlab-explorer td { white-space: nowrap; }
 @media (max-width: 640px) {
-  .memlab-explorer .widget-label { width: 7em !important; }
   .memlab-explorer .memlab-wide { display: none; }
   .memlab-explorer table { font-size: 12px !important; }
   .memlab-explorer td { white-space: normal; }

@@ -235,6 +235,8 @@ def test_explorers_on_a_phone(chromium: Any, lab: str) -> None:
             explorer.scroll_into_view_if_needed()
             student.picture(f"explorer-{number}-400", explorer)
             wide[number] = explorer.evaluate(STICKS_OUT)
+            for label in explorer.locator(".widget-label").all():
+                assert label.evaluate("e => e.scrollWidth - e.clientWidth") <= 0, label.inner_text()
             for menu in explorer.locator("select").all():
                 assert menu.evaluate(CUT_OFF) <= 0, menu.evaluate("e => e.selectedOptions[0].text")
             for control in explorer.locator("select, .noUi-handle, button:visible").all():
