@@ -171,6 +171,8 @@ def states(parameters, precision, optimizer, offload=False):
         ),
         "a step needs no temporaries": _changed(_MEASURE, "4 * sum(sizes) + extra", "4 * sum(sizes)"),
         "the loop keeps three of the largest": _changed(_MEASURE, "2 * max(sizes)", "3 * max(sizes)"),
+        "the last tensor for the largest": _changed(_MEASURE, "2 * max(sizes)", "2 * sizes[-1]"),
+        "the first tensor for the largest": _changed(_MEASURE, "2 * max(sizes)", "2 * sizes[0]"),
         "only the first function written": _changed(
             _MEASURE,
             '    extra = {"foreach": sum(sizes), "for-loop": 2 * max(sizes), "fused": 0}[implementation]\n'
