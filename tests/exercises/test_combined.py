@@ -13,7 +13,7 @@ from memlab.footprint import footprint
 from memlab.hardware import gpu
 from memlab.recipe import Recipe
 from memlab.units import GB
-from tests.exercises import of_mutant, score, solution
+from tests.exercises import mutant, of_mutant, score, solution
 from tests.exercises.mutants_6 import CHAPTER, MUTANTS
 
 IDS = list(exercises(6))
@@ -69,6 +69,39 @@ WRONG = [(exercise, name) for exercise, names in MUTANTS.items() for name in nam
 def test_the_message_names_the_mistake(exercise: str, name: str, words: str) -> None:
     got = of_mutant(CHAPTER, exercise, name)[1]
     assert any(words in line for line in got.messages), got.messages
+
+
+#: Exercise -> what is wrong -> edits: slips that one draw alone would not tell from a right answer.
+SLIPS: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "6.2": {
+        "no context": [("card + 2 * 10**9 <= capacity", "card <= capacity")],
+        "2 GiB of context": [("card + 2 * 10**9", "card + 2**31")],
+        "always this card": [("+ 2 * 10**9 <= capacity", "+ 2 * 10**9 <= 85 * 10**9")],
+        "adapters need nothing": [("2 * P + (2 + moments) * way.adapters", "2 * P")],
+        "adapters without weights": [("2 * P + (2 + moments)", "2 * P + moments")],
+        "adapters without moments": [("2 * P + (2 + moments)", "2 * P + 2")],
+        "adapters in fp32": [("2 * P + (2 + moments)", "2 * P + (4 + 4 + 8)")],
+        "foreach tensors always in bf16": [("moments // 2 * P", "2 * P")],
+        "all masters have moments of 8 bytes": [("host = (master + moments) * P", "host = 12 * P")],
+        "gradients of 2 bytes beside the host": [("states = (2 + gradients) * P", "states = 4 * P")],
+        "tensor parallel casts without masters too": [('"tensor" and master', '"tensor"')],
+    },
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 20_261_130])
+@pytest.mark.parametrize(("exercise", "slip"), [(e, s) for e, slips in SLIPS.items() for s in slips])
+def test_no_draw_takes_a_slip_for_right(exercise: str, slip: str, seed: int) -> None:
+    got = score(CHAPTER, exercise, mutant(CHAPTER, exercise, SLIPS[exercise][slip]), seed)
+    assert got.points < exercises(6)[exercise].points and got.messages and not got.doubt
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_byte_more_or_less_is_no_fault_of_6_2(seed: int) -> None:
+    """Whole bytes, rounded either way, are as right as fractions, however close the card."""
+    for rounded in ("math.ceil(card)", "int(card)", "-(-int(card) // 1024) * 1024"):
+        source = solution(CHAPTER, "6.2").replace("    return {", f"    card = {rounded}\n    return {{")
+        assert score(CHAPTER, "6.2", source, seed).points == 2
 
 
 @pytest.mark.parametrize("answer", [True, None, "4", math.nan, [1], {}])
