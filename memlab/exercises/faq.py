@@ -398,6 +398,36 @@ def _hidden_modules(seed: int) -> dict[str, tuple[Callable[[], nn.Module], dict[
             self.calls += 1
             return torch.tanh(self.body(x))
 
+    class Moves(nn.Module):
+        """A factor that is another one at each forward reaches one gradient alone: a weight's, or x's.
+
+        Nothing is summed up on the way to that gradient, so it moves by the share `step` in each element.
+        """
+
+        def __init__(self, part: str, step: float) -> None:
+            super().__init__()
+            self.body = nn.Linear(width, width)
+            self.scales = nn.ParameterList([nn.Parameter(torch.ones(16, width))])  # the last one
+            self.part, self.step, self.count = part, step, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            factor = torch.tensor(1 + self.step * self.count)
+            scale: Tensor = self.scales[0]
+            moved = (scale if self.part == "weight" else x) * factor
+            y: Tensor = self.body(x) + moved + scale
+            return y
+
+    class Unseeded(nn.Module):
+        """Noise from the operating system, which nobody can seed."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.body(x) * (1 + random.SystemRandom().random()))
+
     def dropped() -> nn.Module:
         return nn.Sequential(nn.Linear(width, width), nn.Dropout(p), nn.Tanh(), nn.Linear(width, width))
 
@@ -416,6 +446,14 @@ def _hidden_modules(seed: int) -> dict[str, tuple[Callable[[], nn.Module], dict[
         "noise from its own torch.Generator": (Own, {}, (True, False, True)),
         "a factor from Python's random": (Drawn, {}, (True, False, True)),
         "a buffer that counts forwards": (Counts, {}, (True, True, False)),
+        "a factor that reaches a weight's gradient alone": (
+            lambda: Moves("weight", 0.5), {}, (True, False, True),
+        ),
+        "a factor that reaches x's gradient alone": (lambda: Moves("x", 0.5), {}, (True, False, True)),
+        "a gradient that moves by a millionth": (
+            lambda: Moves("weight", 2.0**-20), {}, (True, False, True),
+        ),
+        "noise from the operating system": (Unseeded, {}, (False, False, True)),
     }  # fmt: skip
 
 
@@ -501,13 +539,15 @@ def _unchanged_fault(name: str, parts: tuple[bool, ...], entry: Evidence) -> str
     text = (
         f"unchanged, {name}: you said {part} {'equal' if said[part] else 'not equal'}, and it's the other way"
     )
-    if not said["output"]:
+    if parts[0] and not said["output"]:
         return (
             text
             + ": seed torch, and Python's random, to the same value before make() and again before each run"
         )
     if part == "buffers":
         return text + ": compare all buffers after the backward: the forward runs again in it"
+    if part == "output":
+        return text + ": compare the outputs of both runs with torch.equal"
     return text + ": compare the gradients of the input and of every parameter with torch.equal"
 
 
@@ -807,8 +847,16 @@ def _attend_score(evidence: Evidence, seed: int) -> Score:
     for name in ("layout", "padding", "eval"):
         tally.award(0.25, not faults[name], faults[name])
     faulty = [_attend_bytes_fault(c, e) for c, e in answers_to(_long_attends(seed), evidence["bytes"])]
+    if not any(faulty) and any(_attends_wrongly(e) for name in groups for e in evidence[name]):
+        faulty = ["the bytes count once layouts, padding and evaluation give the right values"]
     tally.award(0.75, not any(faulty), _first(faulty))
     return _once(tally)
+
+
+def _attends_wrongly(entry: Evidence) -> bool:
+    """Other values than attention's: few bytes are nothing worth then. That nothing is dropped is no such."""
+    value = entry.get("value", {})
+    return not (is_number(value.get("off")) and value["off"] < 1e-4)
 
 
 def _attend_fault(case: _Attend, entry: Evidence) -> str:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from memlab import widgets
 from memlab.exercises import collect, exercises, faq, rate, wide
 from memlab.models import model
-from tests.exercises import of_mutant, score, solution
+from tests.exercises import mutant, of_mutant, score, solution
 from tests.exercises.mutants_7 import CHAPTER, MUTANTS
 
 IDS = list(exercises(7))
@@ -63,6 +63,50 @@ WRONG = [(exercise, name) for exercise, names in MUTANTS.items() for name in nam
 def test_the_message_names_the_mistake(exercise: str, name: str, words: str) -> None:
     got = of_mutant(CHAPTER, exercise, name)[1]
     assert any(words in line for line in got.messages), got.messages
+
+
+_EQUAL = "all(map(torch.equal, plain[part], again[part]))"
+
+#: Exercise -> what is wrong -> edits: slips that one draw alone would not tell from a right answer.
+SLIPS: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "7.2": {
+        "the input's gradient alone": [
+            ("[x_in.grad, *(p.grad for p in module.parameters())]", "[x_in.grad]")
+        ],
+        "the parameters' gradients alone": [
+            ("[x_in.grad, *(p.grad for p in module.parameters())]", "[p.grad for p in module.parameters()]")
+        ],
+        "the first parameter's": [
+            ("*(p.grad for p in module.parameters())", "next(iter(module.parameters())).grad")
+        ],
+        "nearly equal": [("map(torch.equal,", "map(torch.allclose,")],
+        "one is equal": [(_EQUAL, _EQUAL.replace("all(", "any(", 1) + " or not plain[part]")],
+        "outputs always are": [(_EQUAL, f"{_EQUAL} or part == 'output'")],
+        "buffers always are": [(_EQUAL, f"{_EQUAL} or part == 'buffers'")],
+    },
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 20_261_130])
+@pytest.mark.parametrize(("exercise", "slip"), [(e, s) for e, slips in SLIPS.items() for s in slips])
+def test_no_draw_takes_a_slip_for_right(exercise: str, slip: str, seed: int) -> None:
+    got = score(CHAPTER, exercise, mutant(CHAPTER, exercise, SLIPS[exercise][slip]), seed)
+    assert got.points < exercises(7)[exercise].points and got.messages and not got.doubt
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("wrong", "points"),
+    [
+        ("the mask upside down", 1),
+        ("no padding", 1),
+        ("dropout in evaluation", 1),
+        ("never dropout", 1.75),
+        ("the article's code", 1.25),
+    ],
+)
+def test_few_bytes_are_worth_nothing_where_the_values_are_wrong(wrong: str, points: float, seed: int) -> None:
+    assert score(CHAPTER, "7.4", mutant(CHAPTER, "7.4", MUTANTS["7.4"][wrong]), seed).points == points
 
 
 @pytest.mark.parametrize("answer", [True, None, "4", math.nan, [1], {}])
