@@ -949,14 +949,19 @@ def _trained(make: Callable[..., Any], seed: int, steps: int = 300) -> float:
 
 
 def _first_move(make: Callable[..., Any], seed: int) -> Any:
-    """Mean size of the first step / the learning rate: 1 for Adam, which begins with the gradient's sign."""
+    """Mean size of the first step / the learning rate: 1 for Adam, which begins with the gradient's sign.
+
+    For two parameters of one optimizer: the second one's gradients are so small that an eps inside the root,
+    or a step counted for each parameter, would show.
+    """
     import torch
 
     draw = torch.Generator().manual_seed(seed % 2**31)
-    weight = torch.nn.Parameter(torch.zeros(100, 64))
-    weight.grad = torch.randn(100, 64, generator=draw)
-    make([weight], lr=1e-2).step()
-    return plain((weight.detach().abs().mean() / 1e-2).item())
+    weights = [torch.nn.Parameter(torch.zeros(100, 64)) for _ in range(2)]
+    for weight, size in zip(weights, (1.0, 1e-4), strict=True):
+        weight.grad = size * torch.randn(100, 64, generator=draw)
+    make(weights, lr=1e-2).step()
+    return [plain((weight.detach().abs().mean() / 1e-2).item()) for weight in weights]
 
 
 def _width(seed: int) -> int:
@@ -1092,11 +1097,16 @@ def _state_fault(entry: Evidence, width: int) -> str:
 def _loss_fault(entry: Evidence, adam: Any, first: Evidence) -> str:
     if "error" in entry or "error" in first:
         return f"Adam8bit, training: it stopped with {entry.get('error') or first['error']}"
-    loss, moved = entry["value"], first["value"]
+    loss, (moved, small) = entry["value"], exactly(first["value"], 2)
     if not close(moved, 1, 0.05):
         return (
             f"Adam8bit: its first step moves a weight by {_shown(moved)} learning rates, Adam's by 1:"
             " are both moments divided by 1 - beta^t, with t from 1?"
+        )
+    if not close(small, 1, 0.05):
+        return (
+            f"Adam8bit: its first step moves a second weight, with gradients of 1e-4, by {_shown(small)}"
+            " learning rates, Adam's by 1: eps is added after the root, and t counts steps, not parameters"
         )
     if not is_number(loss):
         return f"training: the loss is {_shown(loss)} after 300 steps, Adam's is {adam:.4f}"

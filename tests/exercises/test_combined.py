@@ -86,6 +86,13 @@ SLIPS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "gradients of 2 bytes beside the host": [("states = (2 + gradients) * P", "states = 4 * P")],
         "tensor parallel casts without masters too": [('"tensor" and master', '"tensor"')],
     },
+    "6.5": {
+        "eps inside the root": [(".sqrt_().add_(self.eps)", ".add_(self.eps).sqrt_()")],
+        "a step for each parameter": [
+            ("        self.t += 1\n", ""),
+            ("            g = p.grad.flatten", "            self.t += 1\n            g = p.grad.flatten"),
+        ],
+    },
 }
 
 
