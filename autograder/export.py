@@ -150,10 +150,13 @@ def _fill(
     listed = Roster([person for person in people if person is not None], [])
     if not listed.people:
         raise CourseError(f"{template}: no students in it, or no column that names them")
-    said = []
+    said: list[str] = []
+    fitting = 0
     for chapter in chapters:
         target = (
-            _canvas_column(names, chapter, column) if kind == "canvas" else _moodle_column(names, template)
+            _canvas_column(names, chapter, column)
+            if kind == "canvas"
+            else _moodle_column(names, template, column)
         )
         most = maximum(course, chapter)
         said += _other_maximum(rows, people, names, target, most, kind)
@@ -164,10 +167,15 @@ def _fill(
                 if record.status != MISSING:
                     said.append(f"left out: {record.student} {fits}: {template.name}")
                 continue
+            fitting += 1
             value = points(course, record)
             if value:
                 row = next(n for n, person in enumerate(people) if person is found[0])
                 rows[row][target] = value
+    if not fitting:
+        raise CourseError(
+            f"{template}: none of its students was graded into {course.out}: is it another class's?"
+        )
     return said
 
 
@@ -192,12 +200,17 @@ def _canvas_column(names: Sequence[str], chapter: str, column: str | None) -> st
     )
 
 
-def _moodle_column(names: Sequence[str], template: Path) -> str:
+#: Moodle's column of grades, in the languages that we know.
+_GRADE, _MAXIMUM = ("grade", "bewertung"), ("maximumgrade", "bestwertung")
+
+
+def _moodle_column(names: Sequence[str], template: Path, column: str | None) -> str:
     for name in names:
-        if key(name) == "grade":
+        if key(name) == key(column) if column is not None else key(name) in _GRADE:
             return name
     raise CourseError(
-        f"{template}: no column 'Grade': export it from the assignment, as 'Download grading worksheet'"
+        f"{template}: no column {column or 'Grade'!r}: is it the assignment's grading worksheet? In another "
+        f"language than English or German say --column NAME, one of {', '.join(map(repr, names[:10]))}"
     )
 
 
@@ -213,7 +226,7 @@ def _other_maximum(
     if kind == "canvas":
         texts = [row[target] for row, person in zip(rows, people, strict=True) if person is None]
     else:
-        texts = [row[name] for row in rows[:1] for name in names if key(name) == "maximumgrade"]
+        texts = [row[name] for row in rows[:1] for name in names if key(name) in _MAXIMUM]
     for text in texts:
         try:
             there = float(text)

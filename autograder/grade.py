@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ from autograder.course import Chapter, CourseError, write_atomically
 from autograder.evidence import REVIEW, TAMPERED
 from autograder.execution import Budget
 from autograder.feedback import write_pages
-from autograder.gradebook import prepare, take_over
+from autograder.gradebook import name_students, prepare, take_over
 from autograder.records import (
     FAILED,
     GRADED,
@@ -148,11 +149,14 @@ def grade_folder(
             done.add((record.student, record.chapter))
     finally:
         waiting = {(job.student, job.chapter) for job in todo} - done
+        if waiting:
+            print(f"{len(done)} of {len(todo)} submissions are done", file=sys.stderr)
         records += [_interrupted(job) for job in todo if (job.student, job.chapter) in waiting]
         everything = records + _of_other_chapters(out, chapters)
         everything.sort(key=lambda r: (r.student, r.chapter))
         graded = replace(tables.course(out), records=everything)
         ids = {name: member.nbgrader_id for name, member in graded.members.items()}
+        name_students(out, {m.nbgrader_id: m.name or m.id for m in graded.members.values()})
         settled = [r for r in everything if (r.student, r.chapter) not in waiting]
         write_pages(out, settled, ids, graded.manual, policies, show_hidden=show_hidden)
         tables.write(graded)
@@ -296,9 +300,9 @@ def _admit(
         record.reasons += notes
         return _kept(out, nbgrader_id, record)
     if len(named) > 1:
-        notes.append(
-            f"{len(named)} files for this chapter: graded {chosen.name}, the {attempt} that can be read"
-        )
+        outer = f" of {chosen.outer}" if len({found.outer for found in named}) > 1 else ""
+        which = f"graded {chosen.name}{outer}, the {attempt} that can be read"
+        notes.append(f"{len(named)} files for this chapter: {which}")
     submitted, time_from = chosen.modified, chosen.time_from
     if student.submitted is not None:
         submitted, time_from = student.submitted, "the roster"
@@ -399,7 +403,11 @@ def _run(
     todo: Sequence[Job], out: Path, run: Callable[[list[Job]], Iterator[tuple[Job, Outcome]]]
 ) -> Iterator[Record]:
     """Runs the jobs and enters what they return into the gradebook, which nobody else writes."""
-    bar = tqdm(total=len(todo), unit="submission", disable=not sys.stderr.isatty())
+    # a terminal that doesn't know its width (0) would get an empty bar
+    width = min(shutil.get_terminal_size().columns, 100)
+    bar = tqdm(
+        total=len(todo), desc="grading", unit="submission", ncols=width, disable=not sys.stderr.isatty()
+    )
     waiting: list[Job] = []
     with bar:
         for job in todo:

@@ -13,7 +13,7 @@ import sqlite3
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,7 +157,7 @@ def take_over(out: Path, job: Job, outcome: Outcome) -> str:
     with warnings.catch_warnings(), interrupts_wait():
         warnings.simplefilter("ignore")  # SQLAlchemy's about nbgrader's models
         result = api(out).autograde(job.chapter, job.nbgrader_id, force=True, create=True)
-        _settle_written(out, job, unchanged=before == written_answers(path))
+        _settle_written(out, job, outcome, unchanged=before == written_answers(path))
     made = out / "course" / "autograded" / job.nbgrader_id / job.chapter / f"{job.chapter}.ipynb"
     return "" if result["success"] and made.exists() else why(result)
 
@@ -174,19 +174,37 @@ def written_answers(path: Path) -> dict[str, str]:
     }
 
 
-def _settle_written(out: Path, job: Job, *, unchanged: bool) -> None:
-    """Names the student in formgrader; an answer that was graded by hand and didn't change stays graded."""
+def _settle_written(out: Path, job: Job, outcome: Outcome, *, unchanged: bool) -> None:
+    """An answer that was graded by hand and didn't change stays graded; of one that did a doubt is said."""
     from nbgrader.api import Gradebook, MissingEntry
 
     with Gradebook(f"sqlite:///{out / 'gradebook.db'}", "memlab") as gradebook:
-        gradebook.update_or_create_student(job.nbgrader_id, first_name=job.student)
+        gradebook.update_or_create_student(job.nbgrader_id)
         try:
             submission = gradebook.find_submission(job.chapter, job.nbgrader_id)
         except MissingEntry:
             return
         for grade in _written_grades(submission):
-            if unchanged and grade.manual_score is not None:
+            if grade.manual_score is None:
+                continue
+            if unchanged:
                 grade.needs_manual_grade = False
+            elif grade.needs_manual_grade:
+                text = f"{grade.name}: changed after it was graded by hand: read it again"
+                outcome.doubts.append(("", f"{text} (it had {float(grade.manual_score):g} points)"))
+        gradebook.db.commit()
+
+
+def name_students(out: Path, names: Mapping[str, str]) -> None:
+    """The students' names, by nbgrader id, for formgrader; it shows 'None' where there is no last name."""
+    from nbgrader.api import Gradebook
+
+    with Gradebook(f"sqlite:///{out / 'gradebook.db'}", "memlab") as gradebook:
+        for student in gradebook.students:
+            last, _, first = names.get(student.id, student.id).partition(",")
+            if not first:
+                first, _, last = last.strip().rpartition(" ")
+            student.first_name, student.last_name = first.strip(), last.strip()
         gradebook.db.commit()
 
 
@@ -241,7 +259,12 @@ def _by_hand(submission: Any) -> ByHand:
             written[grade.name] = Answer(points, float(grade.max_score))
         elif grade.manual_score is not None and (match := re.fullmatch(r"check-(\d+)-(\d+)", grade.name)):
             corrected[f"{match[1]}.{match[2]}"] = float(grade.manual_score) + float(grade.extra_credit or 0)
-    comments = {c.name: c.comment for n in submission.notebooks for c in n.comments if c.comment}
+    comments = {
+        c.name: c.manual_comment  # nbgrader's own `No response.` is nobody's word
+        for n in submission.notebooks
+        for c in n.comments
+        if c.manual_comment
+    }
     known = [answer.points for answer in written.values() if answer.points is not None]
     complete = bool(written) and len(known) == len(written)
     return ByHand(sum(known) if complete else None, written, corrected, comments)

@@ -84,6 +84,8 @@ def policy(deadline: str, words: str = "none", grace: str = "0 min") -> Policy:
             raise _unclear(words)
     if rate is None:
         raise _unclear(words)
+    if percent and max(rate, most or 0) > 100:
+        raise CourseError(f"late policy {words!r}: more than 100% can't be taken")
     return Policy(made.deadline, made.text, made.grace, rate, percent, unit, most, last)
 
 

@@ -26,11 +26,16 @@ _IDS = (
     "idnumber", "sisuserid", "sisloginid", "userid", "username", "login", "loginid", "user", "netid",
     "orgdefinedid", "externalid",
 )  # fmt: skip
-_NAMES = ("name", "student", "fullname", "studentname", "displayname", "sortablename")
-_FIRST, _LAST = ("firstname", "givenname", "forename"), ("lastname", "surname", "familyname")
-_MAILS = ("email", "emailaddress", "mail")
+_NAMES = ("name", "student", "fullname", "studentname", "displayname", "sortablename",
+          "vollstandigername")  # fmt: skip
+_FIRST, _LAST = (
+    ("firstname", "givenname", "forename", "vorname"),
+    ("lastname", "surname", "familyname", "nachname"),
+)
+_MAILS = ("email", "emailaddress", "mail", "emailadresse")
 _MOODLE = ("identifier",)
-_TIMES = ("lastmodifiedsubmission", "submitted", "submittedat", "submissiontime", "submittedon")
+_TIMES = ("lastmodifiedsubmission", "submitted", "submittedat", "submissiontime", "submittedon",
+          "zuletztgeandertabgabe")  # fmt: skip
 
 
 @dataclass
@@ -66,7 +71,7 @@ class Roster:
         Moodle's number is unmistakable. Canvas's may be another student's number elsewhere: it decides
         between namesakes, and against a name it leaves both in question.
         """
-        if moodle and (found := self.find(f"Participant {moodle}")):
+        if moodle and (found := [person for person in self.people if person.number == moodle]):
             return found
         by_name = self.find(*filter(None, names))
         by_number = self.find(canvas) if canvas else []
@@ -190,13 +195,18 @@ def decode(data: bytes) -> str:
         return data.decode("latin-1")
 
 
+_PARTICIPANT = re.compile(r"(?:participant|teilnehmer)\D*\d+", re.IGNORECASE)
+
+
 def _person(row: dict[str, str], kinds: dict[str, list[str]]) -> Person | None:
     def first(kind: str) -> str:
         return next((readable(row[c]) for c in kinds[kind] if row[c].strip()), "")
 
     name = first("name") or " ".join(filter(None, (first("first"), first("last"))))
-    email, moodle = first("email"), first("moodle")
-    id_ = first("id") or name or email or moodle
+    email, moodle, id_ = first("email"), first("moodle"), first("id")
+    if not moodle and _PARTICIPANT.fullmatch(id_):  # Moodle's identifier, which other languages call 'ID'
+        moodle, id_ = id_, ""
+    id_ = id_ or name or email or moodle
     # Canvas puts a line of possible points below the header, and a test student at the end
     if not id_ or key(name) in ("pointspossible", "studenttest"):
         return None
@@ -230,8 +240,9 @@ def _said(path: Path, kinds: dict[str, list[str]], unused: list[str], people: in
     return "; ".join(parts)
 
 
-_MOODLE_TIME = re.compile(r"(\d{1,2}) (\w+) (\d{4}), (\d{1,2}):(\d\d)(?:\s*([AP]M))?", re.IGNORECASE)
+_MOODLE_TIME = re.compile(r"(\d{1,2})\.? (\w+) (\d{4}), (\d{1,2}):(\d\d)(?:\s*([AP]M))?", re.IGNORECASE)
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+_GERMAN = {"mär": "mar", "mai": "may", "okt": "oct", "dez": "dec"}
 
 
 def moment(text: str) -> float | None:
@@ -246,14 +257,15 @@ def moment(text: str) -> float | None:
     except (ValueError, OverflowError, OSError):
         pass
     match = _MOODLE_TIME.search(text)
-    if not match or match.group(2)[:3].lower() not in _MONTHS:
+    if not match:
         return None
     day, month, year, hour, minute, half = match.groups()
+    month = _GERMAN.get(month[:3].lower(), month[:3].lower())
+    if month not in _MONTHS:
+        return None
     number = int(hour) % 12 + 12 * (half.upper() == "PM") if half else int(hour)
     try:
-        return datetime(
-            int(year), _MONTHS.index(month[:3].lower()) + 1, int(day), number, int(minute)
-        ).timestamp()
+        return datetime(int(year), _MONTHS.index(month) + 1, int(day), number, int(minute)).timestamp()
     except (ValueError, OverflowError):
         return None
 

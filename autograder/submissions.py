@@ -41,7 +41,8 @@ _NOBODYS = (".ipynb_checkpoints", ".git", ".vscode", ".idea", ".Trashes", ".Spot
 class Found:
     """One notebook file: `data` is its content, or empty with the reason why it can't be read in `fault`.
 
-    `attempt` and `late` are an LMS's word, from the outer name; `time_from` says where `modified` is from.
+    `attempt` and `late` are an LMS's word, from the outer name `outer`; `time_from` says where `modified` is
+    from.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Found:
     note: str = ""
     attempt: int = 0
     late: bool = False
+    outer: str = ""
 
 
 @dataclass
@@ -337,6 +339,7 @@ def _sort_in(student: Student, item: _Item, outer: Outer, chapters: Sequence[str
             entry.note,
             outer.attempt,
             outer.late,
+            readable(item.name),
         )
         chapter = chapter_of(found.name, chapters)
         if chapter is None:

@@ -64,7 +64,7 @@ def read(data: bytes, said: list[str] | None = None) -> Notebook:
     except ValueError as error:
         if text.lstrip()[:1] == "<":
             raise Unreadable("not a notebook but a web page: download the file itself") from None
-        raise Unreadable(f"not a notebook: broken JSON ({str(error)[:80]})") from None
+        raise Unreadable(_no_json(data, text, error)) from None
     if not isinstance(content, dict):
         raise Unreadable("not a notebook: there are no cells in it")
     version = content.get("nbformat")
@@ -80,6 +80,21 @@ def read(data: bytes, said: list[str] | None = None) -> Notebook:
         said.append(f"notebook format {str(version)[:20]!r} isn't known: read as format 4")
     content["cells"] = [_format_4(cell) for cell in cells if isinstance(cell, dict)]
     return content
+
+
+def _no_json(data: bytes, text: str, error: ValueError) -> str:
+    """What a file that isn't JSON is, for who handed it in."""
+    kinds = {b"%PDF": "a PDF", b"PK\x03\x04": "a zip archive or an office document", b"\x89PNG": "a picture"}
+    for begin, kind in kinds.items():
+        if data.lstrip().startswith(begin):
+            return f"not a notebook but {kind}: hand in the .ipynb file itself"
+    if re.search(r"^<{7} ", text, re.MULTILINE):
+        return "not a notebook: git's marks of a conflict (<<<<<<<) are in it: solve it and hand in again"
+    at = error.pos if isinstance(error, json.JSONDecodeError) else 0
+    cut = "Unterminated string" in str(error) or at >= len(text.rstrip())
+    if cut and text.lstrip()[:1] == "{":
+        return "the file was cut off in the middle: download or save it again"
+    return f"not a notebook: broken JSON ({str(error)[:80]})"
 
 
 def _decode(data: bytes, said: list[str]) -> str:

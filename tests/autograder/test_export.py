@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from autograder.export import export
 from autograder.gradebook import Answer, ByHand
 from autograder.records import FAILED, GRADED, MISSING, Record, exercise_points
 from autograder.report import html, summaries, text
+from autograder.roster import read_roster
 from autograder.submissions import Student
 from autograder.tables import Course, Member
 
@@ -186,3 +188,33 @@ def test_the_report_counts_and_groups_wrong_answers(tmp_path: Path) -> None:
 def test_a_chapter_that_was_not_graded_is_said(tmp_path: Path) -> None:
     with pytest.raises(CourseError, match=r"03_deep wasn't graded into .*: 01_memory_basics was"):
         export(course(tmp_path), "nbgrader", tmp_path / "x.csv", chapters=["03_deep"])
+
+
+GERMAN = """ID,Vollständiger Name,E-Mail-Adresse,Status,Bewertung,Bestwertung,Zuletzt geändert (Abgabe)
+Teilnehmer/in101,Anna Ek,a@x.org,Abgegeben,,13.00,"Montag, 30. März 2026, 23:03"
+Teilnehmer/in102,Bo Li,b@x.org,Abgegeben,,13.00,-
+"""
+
+
+def test_a_german_worksheet_and_one_in_any_language(tmp_path: Path) -> None:
+    template = tmp_path / "worksheet.csv"
+    template.write_text(GERMAN, "utf-8")
+    [anna, bo] = read_roster(template).people
+    assert (anna.id, anna.number, anna.email, bo.submitted) == ("Anna Ek", "101", "a@x.org", None)
+    assert anna.submitted == datetime(2026, 3, 30, 23, 3).timestamp()
+    to = tmp_path / "moodle.csv"
+    export(course(tmp_path), "moodle", to, template=template, chapters=[CHAPTER])
+    assert [row["Bewertung"] for row in csv.DictReader(to.read_text("utf-8").splitlines())] == ["11", "8"]
+    template.write_text(MOODLE.replace("Grade", "Piste", 1), "utf-8")
+    with pytest.raises(CourseError, match="--column NAME, one of"):
+        export(course(tmp_path), "moodle", to, template=template, chapters=[CHAPTER])
+    export(course(tmp_path), "moodle", to, template=template, chapters=[CHAPTER], column="Piste")
+    assert [row["Piste"] for row in csv.DictReader(to.read_text("utf-8").splitlines())][:2] == ["11", "8"]
+
+
+def test_a_template_of_another_class_is_refused(tmp_path: Path) -> None:
+    template = tmp_path / "worksheet.csv"
+    template.write_text("Identifier,Full name,Grade\nParticipant 900,Zoe Zu,\n", "utf-8")
+    with pytest.raises(CourseError, match="none of its students"):
+        export(course(tmp_path), "moodle", tmp_path / "x.csv", template=template, chapters=[CHAPTER])
+    assert not (tmp_path / "x.csv").exists()

@@ -81,3 +81,10 @@ def test_policies_are_kept(tmp_path: Path) -> None:
     (tmp_path / "deadlines.json").write_text("[1]")
     with pytest.raises(CourseError, match="give --deadline again"):
         kept(tmp_path)
+
+
+@pytest.mark.parametrize("words", ["150%/day", "10%/day, at most 120%"])
+def test_more_than_everything_cannot_be_taken(words: str) -> None:
+    with pytest.raises(CourseError, match="more than 100%"):
+        policy(AT, words)
+    assert policy(AT, "150 points/day").rate == 150

@@ -382,3 +382,19 @@ def test_a_notebook_of_another_chapter_is_not_made_one_of_this(strip: bool) -> N
                 with pytest.raises(OtherChapter, match=rf"chapter {int(name[:2])} \({name}\), not"):
                     repair(notebook, release)
         assert repair(notebook, known[name])
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"%PDF-1.7 ...", "but a PDF"),
+        (b"PK\x03\x04....", "but a zip archive"),
+        (b'{"cells": [{"source": "x', "cut off in the middle"),
+        (b'{"cells": [', "cut off in the middle"),
+        (b'{\n<<<<<<< HEAD\n "cells": []}', "marks of a conflict"),
+        (b'{"cells": nothing}', "broken JSON"),
+    ],
+)
+def test_a_file_that_is_no_notebook_is_called_by_its_name(data: bytes, said: str) -> None:
+    with pytest.raises(Unreadable, match=said):
+        read(data)
