@@ -192,7 +192,7 @@ def test_nobody_is_left_out(graded: dict[str, Any]) -> None:
 
 
 def test_what_could_not_be_graded_says_why(graded: dict[str, Any]) -> None:
-    assert "broken JSON" in graded["reasons"]["broken"]
+    assert "cut off in the middle" in graded["reasons"]["broken"]
     assert "a link" in graded["reasons"]["linked"]
     assert "not a readable zip" in graded["reasons"]["bad"]
     assert "exercise 1.2: the kernel died" in graded["reasons"]["kills"]

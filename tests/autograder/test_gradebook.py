@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
+from nbgrader.api import Gradebook
 
-from autograder.gradebook import interrupts_wait
+from autograder.gradebook import api, by_hand, interrupts_wait, name_students
 
 
 @pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
@@ -42,3 +44,26 @@ def test_other_threads_and_quiet_blocks_change_nothing() -> None:
     thread.join()
     work()
     assert ran == [True, True]
+
+
+def test_names_and_comments_of_formgrader(tmp_path: Path) -> None:
+    """nbgrader shows 'None' for a name it doesn't have, and its own comment isn't the instructor's."""
+    api(tmp_path)  # finds what makes a gradebook
+    with Gradebook(f"sqlite:///{tmp_path / 'gradebook.db'}", "memlab") as gradebook:
+        gradebook.add_assignment("01")
+        gradebook.add_notebook("01", "01")
+        gradebook.add_solution_cell("written-1-6", "01", "01")
+        for name in ("s1", "s2", "s3"):
+            gradebook.add_student(name)
+        gradebook.add_submission("01", "s1")
+        [comment] = gradebook.find_submission("01", "s1").notebooks[0].comments
+        comment.auto_comment = "No response."
+        gradebook.db.commit()
+        name_students(tmp_path, {"s1": "Anna Maria Ek", "s2": "Li, Bo"})
+        assert by_hand(tmp_path)["s1", "01"].comments == {}
+        comment.manual_comment = "Well put."
+        gradebook.db.commit()
+    assert by_hand(tmp_path)["s1", "01"].comments == {"written-1-6": "Well put."}
+    with Gradebook(f"sqlite:///{tmp_path / 'gradebook.db'}", "memlab") as gradebook:
+        found = {s.id: (s.last_name, s.first_name) for s in gradebook.students}
+    assert found == {"s1": ("Ek", "Anna Maria"), "s2": ("Li", "Bo"), "s3": ("s3", "")}
