@@ -92,7 +92,7 @@ def told(error: str, source: str) -> str:
         if int(match[1]) <= source.count("\n") + 1:
             where = match[0]
     name, _, text = error.partition(": ")
-    own = set(re.findall(r"\w+", source))
+    own = set(re.findall(r"[^\W\d]\w*", source))
     kind = name if name in _TYPES or name in own else "…"
     return f"{kind}: {_sentence(text, own)}{where}" if text.strip() else f"{kind}{where}"
 

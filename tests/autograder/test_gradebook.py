@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from nbgrader.api import Gradebook
 
-from autograder.gradebook import api, by_hand, interrupts_wait, name_students
+from autograder.gradebook import _settle_written, api, by_hand, interrupts_wait, name_students
+from autograder.records import Job, Outcome
 
 
 @pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
@@ -67,3 +68,21 @@ def test_names_and_comments_of_formgrader(tmp_path: Path) -> None:
     with Gradebook(f"sqlite:///{tmp_path / 'gradebook.db'}", "memlab") as gradebook:
         found = {s.id: (s.last_name, s.first_name) for s in gradebook.students}
     assert found == {"s1": ("Ek", "Anna Maria"), "s2": ("Li", "Bo"), "s3": ("s3", "")}
+
+
+def test_points_of_an_answer_that_changed_do_not_vanish_without_a_word(tmp_path: Path) -> None:
+    api(tmp_path)
+    chapter = "01_memory_basics"
+    job, outcome = Job("Anna", "anna", chapter, "", 0, (), ""), Outcome("")
+    with Gradebook(f"sqlite:///{tmp_path / 'gradebook.db'}", "memlab") as gradebook:
+        gradebook.add_assignment(chapter)
+        gradebook.add_notebook(chapter, chapter)
+        gradebook.add_grade_cell("written-1-6", chapter, chapter, max_score=3, cell_type="markdown")
+        gradebook.add_student("anna")
+        gradebook.add_submission(chapter, "anna")
+        [grade] = gradebook.find_submission(chapter, "anna").notebooks[0].grades
+        grade.manual_score, grade.needs_manual_grade = 2, True
+        gradebook.db.commit()
+    _settle_written(tmp_path, job, outcome, unchanged=False)
+    [(status, text)] = outcome.doubts
+    assert status == "" and "changed after it was graded by hand" in text and "it had 2 points" in text
