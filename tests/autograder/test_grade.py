@@ -197,7 +197,7 @@ def test_what_could_not_be_graded_says_why(graded: dict[str, Any]) -> None:
     assert "not a readable zip" in graded["reasons"]["bad"]
     assert "exercise 1.2: the kernel died" in graded["reasons"]["kills"]
     assert "exercise 1.2: exit() was called" in graded["reasons"]["exits"]
-    assert "another chapter" in graded["reasons"]["other chapter"]
+    assert "of chapter 9, not of chapter 1" in graded["reasons"]["other chapter"]
     assert "without evidence" in graded["reasons"]["fakes"]
     assert graded["result"].returncode == 1
     assert "failed: broken" in graded["result"].stderr
