@@ -394,9 +394,9 @@ def trace_of(tokens, implementation="foreach"):
 
 one_sequence = replace(gpt2, vocab=lab.pick(smallest=5_000, normal=gpt2.vocab))
 short, long, fused = trace_of(128), trace_of(1024), trace_of(128, "fused")
-for label, trace in (("128 tokens", short), ("1024 tokens", long), ("128 tokens, fused", fused)):
-    peaks = {phase: format_bytes(held) for phase, held in trace.phase_peaks().items() if phase != "setup"}
-    print(f"{label:>17}: peak in {trace.peak_phase:9} {peaks}")
+for label, trace in (("128 tokens", short), ("1,024 tokens", long), ("128 tokens, fused", fused)):
+    most = [f"{phase} {format_bytes(n)}" for phase, n in trace.phase_peaks().items() if phase != "setup"]
+    print(f"{label:>17}: peak in {trace.peak_phase:9} ({', '.join(most)})")
 assert [trace.peak_phase for trace in (short, long, fused)] == ["optimizer", "backward", "backward"]
 
 numbers = one_sequence.parameter_count
