@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from memlab.exercises import EVIDENCE_MIME, Score, exercises, rate
+from memlab.exercises.limits import NoProcess, TamperedResult
 
 REVIEW, TAMPERED = "needs_review", "tampered"
 
@@ -20,6 +21,9 @@ _VALUES, _DEPTH, _BITS, _TEXT = 300_000, 24, 256, 20_000
 
 #: Seconds that the score of one exercise may take; the longest takes one.
 SCORE_SECONDS = 60.0
+
+#: What a check's child process can end with that isn't the answer's error alone.
+_IN_CHILD = {TamperedResult: TAMPERED, NoProcess: REVIEW}
 
 Result = TypeVar("Result")
 
@@ -77,6 +81,10 @@ def judge(cell: Mapping[str, Any], seed: int) -> Verdict:
     if shown is not None and evidence is None:
         return Verdict(number, 0, TAMPERED, f"exercise {number}: {shown} points shown without evidence")
     if evidence is not None:
+        error = str(evidence.get("error", ""))
+        for kind, status in _IN_CHILD.items():
+            if error.startswith(f"{kind.__name__}:"):
+                return Verdict(number, 0, status, f"exercise {number}: {error[:300]}")
         score = scored(number, evidence, exercise_seed(seed, number))
         if score.doubt:
             status = TAMPERED if score.doubt.startswith("foreign") else REVIEW

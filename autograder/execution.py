@@ -27,6 +27,18 @@ from memlab.units import MB, format_bytes
 #: Kernels that one submission may lose before the rest of it isn't run any more.
 MAX_DEATHS = 3
 
+#: Processes that an exercise may leave running without a word: a pool's workers, a tracker.
+MANY_LEFT = 16
+
+#: Ended children of the kernel count as processes until it has asked for their end.
+_REAP = """
+try:
+    while __import__("os").waitpid(-1, 1)[0]:
+        pass
+except BaseException:
+    pass
+"""
+
 #: What a cell may show; anything else a kernel sends (scripts, widgets) is left out.
 _SHOWN = (
     "text/plain", "text/html", "text/markdown", "text/latex",
@@ -53,10 +65,12 @@ class Budget:
 
 @dataclass
 class Executed:
-    """A run notebook, and what the grader saw beside its outputs: exercise or '' → what speaks against it."""
+    """A run notebook, and what the grader saw beside its outputs: exercise or '' → what speaks against it,
+    or what a person should know."""
 
     notebook: Any
     tampered: list[tuple[str, str]] = field(default_factory=list)
+    odd: list[tuple[str, str]] = field(default_factory=list)
     kernels: int = 0
     seconds: float = 0
     processor_seconds: float = 0
@@ -83,6 +97,7 @@ def execute(notebook: Any, sandbox: Sandbox, seed: int, budget: Budget | None = 
             continue
         finally:
             result.tampered += [found for found in run.tampered if found not in result.tampered]
+            result.odd += [found for found in run.odd if found not in result.odd]
             result.processor_seconds += run.processor_seconds
         result.notebook, result.seconds = run.notebook, time.monotonic() - began
         return result
@@ -104,6 +119,7 @@ class _Run:
         self.lost, self.until = lost, until
         self.index = 0
         self.tampered: list[tuple[str, str]] = []
+        self.odd: list[tuple[str, str]] = []
         self.left = budget.notebook_output
         self.count = 0
         self.processor_seconds = 0.0
@@ -148,7 +164,16 @@ class _Run:
         self.count += 1
         cell.execution_count = self.count
         if number:
+            self._sweep(number, client)
             self._note(number, watch.after(number, cell.source, self.seed))
+
+    def _sweep(self, number: str, client: _Client) -> None:
+        """Ends the processes that an exercise left behind: the next one needs their place."""
+        left = client.kernel.sweep()
+        if left:
+            client.ask(_REAP)
+        if left > MANY_LEFT:
+            self.odd.append((number, f"it left {left} processes running, which were ended"))
 
     def _note(self, number: str, findings: list[str]) -> None:
         self.tampered += [(number, finding) for finding in findings]

@@ -11,48 +11,24 @@ see is bounded from outside, since evidence can only be forged by who knows the 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import random
 from collections.abc import Callable
 from typing import Any
 
 from autograder.evidence import canary_seed, evidence_of, scored
-from memlab.exercises import exercises
+from memlab.exercises import exercises, limits
 
 Ask = Callable[[str, str], tuple[str, str, list[Any]]]
 
-#: Their functions, and the methods of their classes, must stay the same objects with the same code.
-_WATCHED = (
-    "builtins", "json", "json.encoder", "random", "math", "time", "gc", "io", "os", "contextlib", "weakref",
-    "traceback", "warnings", "multiprocessing.context", "multiprocessing.connection",
-    "IPython.core.display_functions", "torch.utils._python_dispatch", "torch.overrides",
-    "torch.autograd.graph",
-)  # fmt: skip
-_NAMES_ONLY = ("torch", "torch.nn.functional", "numpy")
+_WATCHED = (*limits.WATCHED, "IPython.core.display_functions")
 
-_LOOK = """
-import sys
-def look(module, deep):
-    for name, value in list(vars(module).items()):
-        kind = type(value).__name__
-        if kind == "function":
-            yield name, id(value), id(value.__code__), id(value.__defaults__), id(value.__kwdefaults__)
-        elif kind == "builtin_function_or_method":
-            yield name, id(value)
-        elif isinstance(value, type) and deep and value.__module__ == module.__name__:
-            yield name, id(value)
-            for key, item in list(vars(value).items()):
-                function = getattr(item, "__func__", getattr(item, "fget", item))
-                if type(function).__name__ == "function":
-                    yield name + "." + key, id(function), id(function.__code__)
-        elif isinstance(value, type):
-            yield name, id(value)
-seen = {}
-for module_name, module in list(sys.modules.items()):
-    memlab = module_name == "memlab" or module_name.startswith("memlab.")
-    if module is not None and (memlab or module_name in watched):
-        for name, *ids in look(module, memlab or watched[module_name]):
-            seen[module_name + "." + name] = ids
+_LOOK = (
+    "from __future__ import annotations\nimport sys\n"
+    + inspect.getsource(limits.functions)
+    + """
+seen = {name: list(ids) for name, ids in functions(watched)}
 tensor = sys.modules.get("torch")
 if tensor is not None:
     for name, value in list(vars(tensor.Tensor).items()) + list(vars(tensor.Tensor.__mro__[1]).items()):
@@ -64,6 +40,7 @@ seen["hooks"] = [len(shell.ast_transformers), len(shell.input_transformers_post)
                  id(type(shell)), id(type(shell).run_cell), id(type(shell.kernel).do_execute)]
 digest = sys.modules["zlib"].crc32(repr(sorted(seen.items())).encode())
 """
+)
 
 
 def _expression(result: str, arguments: dict[str, Any]) -> str:
@@ -74,7 +51,7 @@ def _expression(result: str, arguments: dict[str, Any]) -> str:
     )
 
 
-_ARGUMENTS = {"watched": {**dict.fromkeys(_WATCHED, True), **dict.fromkeys(_NAMES_ONLY, False)}}
+_ARGUMENTS = {"watched": _WATCHED}
 _DIGEST = _expression("space['digest']", _ARGUMENTS)
 _FULL = _expression("__import__('json').dumps(space['seen'])", _ARGUMENTS)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import shutil
-from collections.abc import Iterable
+import symtable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import memlab
@@ -30,32 +31,45 @@ def make_library(folder: Path) -> None:
 def without_answers(source: str) -> str:
     """The module without what only its `score` functions use, and without comments.
 
-    Kept are imports, EXERCISES, the evidence functions and all that these refer to, however indirectly.
+    Kept are imports, EXERCISES, the evidence functions and all that these reach, however indirectly:
+    functions and classes by their names, methods of hidden cases (NamedTuples) by theirs.
     """
     tree = ast.parse(source)
-    defined: dict[str, list[ast.stmt]] = {}
     for statement in tree.body:
-        for name in _defines(statement):
-            defined.setdefault(name, []).append(statement)
-    table = [statement for statement in tree.body if "EXERCISES" in _defines(statement)]
-    for statement in table:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Exercise":
-                _forget_score(node)
-    wanted = ["EXERCISES"]
-    seen: set[str] = set()
-    kept: set[int] = set()
-    while wanted:
-        name = wanted.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        for statement in defined.get(name, []):
-            kept.add(id(statement))
-            wanted += _refers_to(statement)
-    tree.body = [s for s in tree.body if id(s) in kept or not _defines(s)]
-    _forget_methods(tree)
+        if "EXERCISES" in defines(statement):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "Exercise":
+                    _forget_score(node)
+    kept = reached(tree, ["EXERCISES"])
+    tree.body = [s for s in tree.body if id(s) in kept or not defines(s)]
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef):
+            gone = [item for item in _methods(statement) if id(item) not in kept]
+            statement.body = [item for item in statement.body if item not in gone] or [ast.Pass()]
     return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def reached(tree: ast.Module, names: Iterable[str]) -> set[int]:
+    """The ids of the top-level statements and methods that these names of a module reach."""
+    defined: dict[str, list[ast.stmt]] = {}
+    methods: dict[str, list[ast.stmt]] = {}
+    for statement in tree.body:
+        for name in defines(statement):
+            defined.setdefault(name, []).append(statement)
+        for method in _methods(statement):
+            methods.setdefault(method.name, []).append(method)
+    found: set[int] = set()
+    seen: set[tuple[str, str]] = set()
+    wanted = [("name", name) for name in names]
+    while wanted:
+        word = wanted.pop()
+        if word in seen:
+            continue
+        seen.add(word)
+        for statement in (defined if word[0] == "name" else methods).get(word[1], []):
+            found.add(id(statement))
+            wanted += _refers_to(statement)
+    return found
 
 
 def _forget_score(call: ast.Call) -> None:
@@ -67,23 +81,17 @@ def _forget_score(call: ast.Call) -> None:
             keyword.value = ast.Constant(None)
 
 
-def _forget_methods(tree: ast.Module) -> None:
-    """Takes from hidden cases (NamedTuples) the methods that nothing here calls: they say what is right."""
-    classes = [statement for statement in tree.body if isinstance(statement, ast.ClassDef)]
-    cases = [c for c in classes if any(ast.unparse(base) == "NamedTuple" for base in c.bases)]
-    while True:
-        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        unused = [
-            (case, item) for case in cases for item in case.body
-            if isinstance(item, ast.FunctionDef) and not item.name.startswith("__") and item.name not in used
-        ]  # fmt: skip
-        if not unused:
-            return
-        for case, item in unused:
-            case.body.remove(item)
+def _methods(statement: ast.stmt) -> list[ast.FunctionDef]:
+    """Methods of a hidden case that run where their name is written; Python itself calls those with __.
+
+    Other classes are part of the question: an answer may call any of their methods.
+    """
+    if not isinstance(statement, ast.ClassDef) or "NamedTuple" not in map(ast.unparse, statement.bases):
+        return []
+    return [i for i in statement.body if isinstance(i, ast.FunctionDef) and not i.name.startswith("__")]
 
 
-def _defines(statement: ast.stmt) -> list[str]:
+def defines(statement: ast.stmt) -> list[str]:
     """Names that a top-level statement gives a meaning, imports and blocks aside."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
@@ -95,8 +103,21 @@ def _defines(statement: ast.stmt) -> list[str]:
     return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
 
 
-def _refers_to(statement: ast.stmt) -> list[str]:
-    names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
-    # annotations are text here, and dataclasses read them
-    texts = [n.value for n in ast.walk(statement) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    return names + [text for text in texts if text.isidentifier()]
+def _refers_to(statement: ast.stmt) -> list[tuple[str, str]]:
+    """Names of the module and of attributes in a statement; those of a case without its methods'."""
+    methods = _methods(statement)
+    if methods and isinstance(statement, ast.ClassDef):
+        left = [item for item in statement.body if item not in methods] or [ast.Pass()]
+        statement = ast.ClassDef(**{**dict(ast.iter_fields(statement)), "body": left})
+    table = symtable.symtable(ast.unparse(statement), "<exercise>", "exec")
+    attributes = [node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)]
+    return [("name", name) for name in _globals(table)] + [("attribute", name) for name in attributes]
+
+
+def _globals(table: symtable.SymbolTable) -> Iterator[str]:
+    """What the code looks up in its module: a local variable of the same name isn't."""
+    for symbol in table.get_symbols():
+        if symbol.is_global() or table.get_type() == "module":
+            yield symbol.get_name()
+    for inner in table.get_children():
+        yield from _globals(inner)

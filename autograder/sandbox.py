@@ -463,6 +463,19 @@ class Kernel:
             raise SandboxError(f"a kernel didn't end within {seconds:g} s")
         return ended
 
+    def sweep(self) -> int:
+        """Ends every process that it started and that still runs; how many there were."""
+        if self.ended is not None:
+            return 0
+        self._sandbox._send({"sweep": True})
+        until = time.monotonic() + KERNEL_TIMEOUT
+        while (answer := self._sandbox._receive(until - time.monotonic())) is not None:
+            if "swept" in answer:
+                return int(answer["swept"])
+            self.ended = answer.get("ended")
+            self.processor_seconds = float(answer.get("processor_seconds", 0))
+        raise SandboxError(f"what a kernel left running didn't end within {KERNEL_TIMEOUT:g} s")
+
     def interrupt(self) -> None:
         """As Ctrl-C does."""
         if self.ended is None:

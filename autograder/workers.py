@@ -37,6 +37,8 @@ def run_job(job: Job, sandbox: Sandbox, budget: Budget | None = None) -> Outcome
     outcome = Outcome(job.key, points=dict.fromkeys(exercise_points(job.chapter)), seconds=ran.seconds)
     for number, why in ran.tampered:
         outcome.doubts.append((TAMPERED, f"exercise {number}: {why}"))
+    for number, why in ran.odd:
+        outcome.doubts.append((REVIEW, f"exercise {number}: {why}"))
     broken: list[tuple[str, str]] = []
     for cell in ran.notebook.cells:
         died = [o["evalue"] for o in cell.get("outputs", []) if o.get("ename") == "KernelDied"]

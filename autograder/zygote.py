@@ -14,6 +14,8 @@ The grader talks to it in JSON, one packet each, on a socket:
     → {"start": {"connection": path, "environment": {…}, "limits": {…}, "run": path, …}}
     ← {"started": true}, later {"ended": "exit 0" | "signal 9" | "too much memory", "processor_seconds": …}
     → {"signal": "interrupt" | "kill"}
+    → {"sweep": true}
+    ← {"swept": how many processes beside the kernel itself were there, and are ended}
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ import select
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 PACKET = 1 << 16
 
@@ -77,6 +80,8 @@ def main() -> None:
                 limit = request["start"]["limits"]["total_memory"]
                 keeper, verdict = _fork_keeper(control, request["start"]), ""
                 control.send(b'{"started": true}')
+            elif "sweep" in request:
+                control.send(json.dumps({"swept": _sweep(keeper) if keeper else 0}).encode())
             elif keeper:
                 name = signal.SIGINT if request["signal"] == "interrupt" else signal.SIGTERM
                 _send_signal(keeper, name)
@@ -113,6 +118,33 @@ def _end_everything() -> None:
                 pass
 
 
+def _sweep(keeper: int) -> int:
+    """Ends what the kernel started and left behind, so that the next exercise doesn't pay for it."""
+    ended: set[int] = set()
+    for _ in range(1_000):
+        known = _processes()
+        # init is the keeper's child, the kernel the eldest of init's, which adopts what loses its parent
+        stays = [os.getpid(), keeper]
+        while len(stays) < 4 and (own := [p for p, about in known.items() if about.parent == stays[-1]]):
+            stays.append(min(own, key=lambda p: known[p].started))
+        if len(stays) < 4:
+            break  # it ends just now
+        left = [p for p in _below(os.getpid()) if p not in stays and p in known and known[p].state != "Z"]
+        if not left:
+            break
+        # what is stopped forks no more, and keeps its place from one that would; only then all are killed
+        fresh = [process for process in left if process not in ended]
+        for process in fresh or left:
+            _send_signal(process, signal.SIGSTOP if fresh else signal.SIGKILL)
+        ended.update(fresh)
+        if not fresh:
+            time.sleep(0.01)
+    for process in ended:  # without namespaces those that lost their parent are this process's
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process, os.WNOHANG)
+    return len(ended)
+
+
 def _send_signal(process: int, name: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, name)
@@ -143,15 +175,29 @@ def _read_status(status: int) -> str:
 # -- memory of a submission --------------------------------------------------------------------------------
 
 
-def _below(root: int) -> list[int]:
-    """`root`, and every process below it."""
-    children: dict[int, list[int]] = {}
+class _About(NamedTuple):
+    parent: int
+    state: str
+    started: int
+
+
+def _processes() -> dict[int, _About]:
+    """Every process that can be seen."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 stat = (entry / "stat").read_text("utf-8", "replace")
-                parent = int(stat.rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
+                words = stat.rpartition(")")[2].split()
+                found[int(entry.name)] = _About(int(words[1]), words[0], int(words[19]))
+    return found
+
+
+def _below(root: int) -> list[int]:
+    """`root`, and every process below it."""
+    children: dict[int, list[int]] = {}
+    for process, about in _processes().items():
+        children.setdefault(about.parent, []).append(process)
     found = [root]
     for process in found:
         found += children.get(process, ())

@@ -740,12 +740,15 @@ def _segments_evidence(answer: Any, seed: int) -> Evidence:
 
 
 def _candidates(chain: _Chain) -> list[list[int]]:
-    """Equal segments around the closed form's length, the tail plain: the best of them is the measure."""
-    ideal = uniform_segments(chain.blocks, chain.boundary, chain.inside, chain.extra)
-    plans = [ideal]
-    for k in {ideal[0] - 1, ideal[0] + 1} - {0, chain.blocks + 1}:
-        plans.append(_equal(chain.blocks - max(chain.blocks - chain.extra, k), k))
-    return [p for p in plans if sum(p) <= chain.extra]
+    """Equal segments in a few numbers, the tail plain: the best of them by measure is what counts.
+
+    The closed form isn't asked here: what collects evidence must not know the answer.
+    """
+    plans = []
+    for count in (-(-chain.blocks // 3), -(-chain.blocks // 2)) if chain.inner else (2, 7, 8):
+        length = -(-chain.extra // count)
+        plans.append(_equal(chain.blocks - max(chain.blocks - chain.extra, length), length))
+    return plans
 
 
 def _equal(blocks: int, length: int) -> list[int]:

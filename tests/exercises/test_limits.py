@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import multiprocessing
 import os
+import pickle
+import stat
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.exercises import Evidence
-from memlab.exercises.limits import in_child
+from memlab.exercises import Evidence, limits
+from memlab.exercises.limits import NoProcess, TamperedResult, in_child
 from memlab.units import MIB
 
 
@@ -68,3 +74,130 @@ def test_an_exercise_not_written_is_told_apart_from_an_error() -> None:
 def test_the_limit_does_not_stay() -> None:
     in_child(hungry, memory=256 * MIB)
     assert hungry()["value"] == 0
+
+
+# -- a hostile answer in the child ---------------------------------------------------------------------------
+
+
+def pipes() -> list[int]:
+    found = []
+    for number in range(3, 256):
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(number).st_mode):
+                found.append(number)
+    return found
+
+
+def say(data: bytes) -> None:
+    for number in pipes():
+        with contextlib.suppress(OSError):
+            os.write(number, data)
+
+
+RIGHT = {"value": 42}
+PICKLED = pickle.dumps(("evidence", RIGHT))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("!i", len(PICKLED)) + PICKLED,
+        json.dumps(["evidence", RIGHT]).encode() + b"\n",
+        json.dumps(["0" * 32, "evidence", RIGHT]).encode() + b"\n",
+        json.dumps([None, "evidence", RIGHT]).encode() + b"\n",
+        b"[" * 20_000 + b"\n",
+        b"\xff\n",
+        b"\n",
+    ],
+)
+@pytest.mark.parametrize("code", [0, 1, None])
+def test_a_result_of_the_answers_own_is_found_out(data: bytes, code: int | None) -> None:
+    def work() -> Evidence:
+        say(data)
+        if code is not None:
+            os._exit(code)
+        return {"value": 1}
+
+    with pytest.raises(TamperedResult):
+        evidence = in_child(work, seconds=20)
+        if not data.endswith(b"\n") and code is not None:  # not even a whole message
+            assert "ended by itself" in evidence["error"]
+            raise TamperedResult
+
+
+def test_words_before_the_result_and_after_it_are_found_out() -> None:
+    def late() -> Evidence:
+        if os.fork() == 0:
+            for _ in range(100):
+                say(b"x\n")
+                time.sleep(0.01)
+            os._exit(0)
+        time.sleep(0.5)
+        return {"value": 1}
+
+    with pytest.raises(TamperedResult):
+        in_child(late, seconds=20)
+
+
+def test_the_answer_finds_no_token_in_its_process() -> None:
+    def work() -> Evidence:
+        process = multiprocessing.current_process()
+        return {"value": [str(vars(process)), str(process._args)]}  # type: ignore[attr-defined]
+
+    assert "[]" in in_child(work)["value"][1]
+
+
+def test_functions_replaced_in_the_child_are_found_out() -> None:
+    def by_an_alias() -> Evidence:
+        other = limits
+        other._limit_memory = other._death  # type: ignore[assignment]
+        return {"value": 1}
+
+    def by_code() -> Evidence:
+        json.JSONEncoder.encode.__code__ = (lambda self, o: "1").__code__
+        return {"value": 1}
+
+    for work in (by_an_alias, by_code):
+        with pytest.raises(TamperedResult, match=r"changed while|the check"):
+            in_child(work)
+
+
+def test_what_an_answer_leaves_running_ends_with_it() -> None:
+    def work() -> Evidence:
+        receiver, sender = os.pipe()
+        if os.fork() == 0:
+            os.close(receiver)
+            os.write(sender, b"x")
+            time.sleep(60)
+            os._exit(0)
+        os.read(receiver, 1)
+        return {"value": os.getpgid(0)}
+
+    began = time.monotonic()
+    group = in_child(work)["value"]
+    assert time.monotonic() - began < 20
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except (ProcessLookupError, PermissionError):
+            return
+        time.sleep(0.05)
+    raise AssertionError("a process is left")
+
+
+def test_a_fork_that_comes_back_hands_nothing_over() -> None:
+    def work() -> Evidence:
+        os.fork()
+        return {"value": 1}
+
+    assert in_child(work) == {"value": 1}
+
+
+def test_no_process_is_another_error_than_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refused)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(NoProcess, match="no process can be started"):
+        in_child(dict)
