@@ -8,11 +8,16 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
+
+import memlab
 
 _TEXTS = {
     "vnd.memlab.evidence": "names the evidence that only a check may hand over",
     "MEMLAB_CHECK_SEED": "reads the seed of the hidden inputs",
     "MEMLAB_GRADING": "asks whether it is being graded",
+    "/proc/self": "looks into its own process",
+    "/dev/fd": "looks into its own process",
 }
 _ATTRIBUTES = {
     "ast_transformers": "changes code before it runs",
@@ -45,8 +50,34 @@ _ATTRIBUTES = {
     "iopub_thread": "speaks for the kernel",
 }
 _CALLS = {"exec": "runs code out of a text", "eval": "runs code out of a text"}
-_MODULES = {"ctypes": "reaches below Python", "cffi": "reaches below Python", "faulthandler": ""}
+_BELOW = "reaches below Python"
+_MODULES = {
+    "ctypes": _BELOW, "_ctypes": _BELOW, "cffi": _BELOW, "posix": _BELOW, "faulthandler": "",
+    "_posixsubprocess": _BELOW, "_multiprocessing": _BELOW, "_testcapi": _BELOW, "_xxsubinterpreters": _BELOW,
+    "_interpreters": _BELOW,
+}  # fmt: skip
+_PIPES = "speaks on pipes and files by their numbers"
+#: Of these modules, what only serves to speak for the check, to end before it does, or to change it.
+_OF_MODULES = {
+    "os": {
+        **dict.fromkeys(
+            ("write", "writev", "pwrite", "fdopen", "fstat", "dup", "dup2", "sendfile", "splice", "pipe"),
+            _PIPES,
+        ),
+        **dict.fromkeys(("_exit", "abort"), "ends the process of its check"),
+        **dict.fromkeys(("fork", "forkpty"), "forks the process of its check"),
+    },
+    "io": {"FileIO": _PIPES}, "_io": {"FileIO": _PIPES},
+    "multiprocessing": {"connection": _PIPES},
+    "concurrent": {"interpreters": _BELOW},
+    "sys": {"modules": "reaches modules by a list of them", "monitoring": "watches every call in the kernel"},
+}  # fmt: skip
 _OWN = ("memlab", "builtins", "sys")
+#: Settings that a script may change; any other attribute of a module is somebody's function.
+_SETTINGS = ("torch.backends", "torch._dynamo.config", "matplotlib", "IPython")
+_CHECKS = "memlab.exercises"
+#: What the chapters themselves show of it.
+_SHOWN = f"{_CHECKS}.limits.in_child"
 _CODE = ("__code__", "__defaults__", "__kwdefaults__", "__globals__", "__closure__", "__builtins__")
 _MAGIC = re.compile(r"^(\s*)[%!].*$", re.MULTILINE)
 
@@ -62,40 +93,41 @@ def suspicions(source: str) -> list[str]:
 
 
 def _walk(tree: ast.AST) -> Iterator[str]:
-    imported = {"memlab": "memlab", "builtins": "builtins", "sys": "sys"}
+    imported = _imported(tree)
+    asked = {id(node.comparators[-1]) for node in ast.walk(tree) if isinstance(node, ast.Compare)}
+    bases = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield _MODULES.get(alias.name.partition(".")[0], "")
-                if alias.name.partition(".")[0] in _OWN:
-                    imported[alias.asname or alias.name.partition(".")[0]] = alias.name
+            yield from (_MODULES.get(alias.name.partition(".")[0], "") for alias in node.names)
+            yield from (_of_module(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield _MODULES.get((node.module or "").partition(".")[0], "")
             for alias in node.names:
                 yield _ATTRIBUTES.get(alias.name, "")
-                if (node.module or "").partition(".")[0] in _OWN and (alias.asname or alias.name).islower():
-                    imported.setdefault(alias.asname or alias.name, f"{node.module}.{alias.name}")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield _of_module(f"{node.module}.{alias.name}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from (why for text, why in _TEXTS.items() if text in node.value)
+            yield from (_HIDDEN.get(word, "") for word in node.value.split("."))
         elif isinstance(node, ast.Attribute):
             yield _ATTRIBUTES.get(node.attr, "")
-            if node.attr == "__dict__" and _is_ours(node.value, imported):
+            if id(node) not in asked:  # "google.colab" in sys.modules
+                yield _of_module(_origin(node, imported))
+            if node.attr == "__dict__" and _origin(node.value, imported):
                 yield f"reaches into the names of {ast.unparse(node.value)}"
             if isinstance(node.ctx, ast.Store | ast.Del):
                 if node.attr in _CODE:
                     yield f"replaces a function's {node.attr}"
                 yield _replaced(node, imported)
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-            if ast.unparse(node.value) in ("sys.modules", "modules"):
-                yield "replaces a loaded module"
+        elif isinstance(node, ast.Name) and id(node) not in bases and isinstance(node.ctx, ast.Load):
+            if _is_module_of_ours(imported.get(node.id, "")):
+                yield f"hands {node.id} itself on"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name, first = node.func.attr, node.args[0] if node.args else None
-            if name in ("__setattr__", "__delattr__") and not _is_super(node.func.value):
+            if name in ("__setattr__", "__delattr__", "__getattribute__") and not _is_super(node.func.value):
                 yield "sets an attribute by a way around"
             if name == "stack" and ast.unparse(node.func.value) == "inspect":
                 yield _ATTRIBUTES["_getframe"]
-            if name == "import_module" and first is not None and _names_us(first):
+            if name == "import_module" and (not isinstance(first, ast.Constant) or _names_us(first)):
                 yield "imports by a text"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             yield _CALLS.get(node.func.id, "")
@@ -104,6 +136,70 @@ def _walk(tree: ast.AST) -> Iterator[str]:
             returns = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
             if len(returns) == 1 and isinstance(returns[0], ast.Constant) and returns[0].value is True:
                 yield "makes an object that equals everything"
+
+
+#: Attributes that a text may name too (`getattr(frame, "f_back")`): those that mean nothing else.
+_HIDDEN = {name: why for name, why in _ATTRIBUTES.items() if "_" in name} | dict.fromkeys(
+    _CODE, "names what a function is made of"
+)
+
+
+def _imported(tree: ast.AST) -> dict[str, str]:
+    """Each name that stands for a module, or for what was imported from one: where it comes from."""
+    found = {"memlab": "memlab", "builtins": "builtins", "sys": "sys"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                found[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for _ in range(3):  # other names for them: m = memlab.units
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign | ast.NamedExpr | ast.AnnAssign) and node.value is not None:
+                origin = _origin(node.value, found)
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    if origin and isinstance(target, ast.Name):
+                        found.setdefault(target.id, origin)
+    return found
+
+
+def _origin(node: ast.expr, imported: dict[str, str]) -> str:
+    """'memlab.exercises.deep' for what is reached by names from an import; '' for anything else."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id, "")
+    if isinstance(node, ast.Attribute):
+        base = _origin(node.value, imported)
+        return base and f"{base}.{node.attr}"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+        name = node.args[-1]
+        if node.func.id == "__import__" and isinstance(name, ast.Constant):
+            return str(name.value)
+        if node.func.id == "getattr" and isinstance(name, ast.Constant) and isinstance(name.value, str):
+            base = _origin(node.args[0], imported)
+            return base and f"{base}.{name.value}"
+    return ""
+
+
+def _of_module(path: str) -> str:
+    """What reaching this name of a module is good for, where no answer needs it."""
+    if path.startswith(_CHECKS) and path != _SHOWN and not _SHOWN.startswith(f"{path}."):
+        return "reaches into the checks themselves"
+    parts = path.split(".")
+    for count in range(1, len(parts)):
+        why = _OF_MODULES.get(".".join(parts[:count]), {}).get(parts[count], "")
+        if why:
+            return why
+    return ""
+
+
+def _is_module_of_ours(path: str) -> bool:
+    """Whether this is memlab, or a module in it: a function of it may be handed on as it likes."""
+    parts = path.split(".")
+    place = Path(memlab.__file__).parent.joinpath(*parts[1:])
+    return parts[0] == "memlab" and (place.is_dir() or place.with_suffix(".py").is_file())
 
 
 def _reaches(node: ast.Call, imported: dict[str, str]) -> Iterator[str]:
@@ -115,10 +211,14 @@ def _reaches(node: ast.Call, imported: dict[str, str]) -> Iterator[str]:
         yield _replaced(ast.Attribute(first, "…", ast.Store()), imported)
     if name in ("getattr", "setattr", "delattr") and len(node.args) > 1 and _is_made(node.args[1]):
         yield "puts the name of an attribute together"
-    if name == "vars" and _is_ours(first, imported):
+    if name == "getattr":
+        yield _of_module(_origin(node, imported))
+    if name == "vars" and _origin(first, imported):
         yield f"reaches into the names of {ast.unparse(first)}"
     if name == "__import__" and not (isinstance(first, ast.Constant) and not _names_us(first)):
         yield "imports by a text"
+    if name == "__import__" and isinstance(first, ast.Constant):
+        yield _MODULES.get(str(first.value).partition(".")[0], "")
 
 
 def _is_super(node: ast.expr) -> bool:
@@ -134,21 +234,13 @@ def _names_us(node: ast.expr) -> bool:
     return (
         isinstance(node, ast.Constant)
         and isinstance(node.value, str)
-        and node.value.partition(".")[0] in ("memlab", "builtins")
+        and node.value.partition(".")[0] in _OWN
     )
 
 
-def _is_ours(node: ast.expr, imported: dict[str, str]) -> bool:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return isinstance(node, ast.Name) and imported.get(node.id, "").partition(".")[0] in _OWN
-
-
 def _replaced(node: ast.Attribute, imported: dict[str, str]) -> str:
-    """'replaces memlab.check' where an attribute of one of our modules is stored."""
-    base: ast.expr = node.value
-    while isinstance(base, ast.Attribute):
-        base = base.value
-    if isinstance(base, ast.Name) and imported.get(base.id, "").partition(".")[0] in ("memlab", "builtins"):
-        return f"replaces {ast.unparse(node)}"
-    return ""
+    """'replaces memlab.check' where an attribute of a module, or of a class in one, is stored."""
+    origin = _origin(node.value, imported)
+    if not origin or origin.startswith(_SETTINGS):
+        return ""
+    return f"replaces {ast.unparse(node)}"

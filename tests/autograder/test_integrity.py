@@ -168,10 +168,53 @@ def test_what_a_check_shows_is_the_graders_and_not_what_the_code_saw(sandbox: Sa
         "class A:\n    def __eq__(self, other):\n        return True",
         "exec('x = 1')",
         "%matplotlib inline\nimport sys\nsys.displayhook = print",
+        "from memlab.exercises import deep as D\ndef f():\n    D._measured = f",
+        "from memlab.exercises.deep import uniform_segments as best_segments",
+        "import memlab\nmemlab.exercises.big_data.block_law",
+        "from memlab.exercises.limits import TamperedResult",
+        "import sys\nm = sys.modules['memlab.exercises.deep']\nm.x = 1",
+        "import sys\nfor m in sys.modules.values(): m.x = 1",
+        "import sys\ngetattr(sys, '_getframe')()",
+        "getattr(f, 'f_back')",
+        "from operator import attrgetter\nattrgetter('f_back.f_locals')",
+        "import memlab.units as D\nsetattr(D, 'x', 1)",
+        "import memlab.units as D\nvars(D)['x'] = 1",
+        "from memlab import units as D\nD.__dict__['x'] = 1",
+        "from memlab import units as D\ndef patch(m): m.x = 1\npatch(D)",
+        "from memlab import Meter as M\nM.live_bytes = 0",
+        "import json as j\nj.dumps = print",
+        "from torch import nn\nnn.Linear.forward = f",
+        "import os as o\no._exit(0)",
+        "from os import _exit as bye\nbye(0)",
+        "import os\nos.write(5, b'x')",
+        "import os\ngetattr(os, 'write')(5, b'x')",
+        "w = __import__('os').write",
+        "import os\nos.fstat(5)",
+        "import os\nwhile True: os.fork()",
+        "open('/proc/self/fd/7', 'wb')",
+        "from multiprocessing.connection import Connection as C",
+        "import importlib as i\ni.import_module('mem' + 'lab')",
+        "import sys\nsys.monitoring.use_tool_id(1, 'x')",
+        "from concurrent import interpreters",
     ],
 )
 def test_code_that_no_honest_answer_needs_is_named(source: str) -> None:
     assert suspicions(source)
+
+
+def test_code_that_honest_answers_may_hold_is_not() -> None:
+    for source in (
+        "import sys\nif 'google.colab' in sys.modules: pass",
+        "from memlab.exercises.limits import in_child",
+        "import torch\ntorch.backends.cuda.matmul.allow_tf32 = True",
+        "import os\nos.environ['A'] = 'b'\nprint(os.getpid(), os.path.exists('x'))",
+        "from torch import nn\nlayer = nn.Linear(1, 1)\nlayer.weight.requires_grad = False\nlayer.own = 1",
+        "import memlab\nm = memlab.Meter\nprint(memlab.__version__)\nmap(memlab.units.format_bytes, [1])",
+        "from memlab import units\nunits.format_bytes(3)",
+        "import pickle, struct\nstruct.pack('f', 1.0)\npickle.dumps(1)",
+        "getattr(x, name)\nsetattr(self, 'x', 1)\nvars(self)",
+    ):
+        assert suspicions(source) == [], source
 
 
 def test_chapters_themselves_raise_no_suspicion() -> None:

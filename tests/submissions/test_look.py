@@ -49,7 +49,7 @@ def test_nothing_is_said_of_an_honest_student(found: dict[str, list[str]]) -> No
 
 
 def test_nothing_is_said_of_solutions_and_of_honest_mistakes() -> None:
-    """Of every exercise of the course, and of each planted wrong answer but the one that cheats."""
+    """Of every exercise of the course, and of each planted wrong answer but those that do what cheats do."""
     told = {}
     for chapter, exercises in ((chapter, wrong_answers(chapter)) for chapter in CHAPTERS):
         for exercise, wrong in exercises.items():
@@ -57,7 +57,11 @@ def test_nothing_is_said_of_solutions_and_of_honest_mistakes() -> None:
             for name, edits in wrong.items():
                 told[exercise, name] = suspicions(mutant(chapter, exercise, edits))
     assert len(told) > 350
-    assert [key for key, why in told.items() if why] == [("2.1", "an object that equals everything")]
+    assert [key for key, why in told.items() if why] == [
+        ("1.5", "ends the process"),
+        ("2.1", "an object that equals everything"),
+        ("7.6", "it runs the model"),
+    ]
 
 
 @pytest.mark.parametrize("name", QUIET)
