@@ -21,7 +21,8 @@ FORGE = """
 import os, stat, struct, pickle, json
 def forge(evidence):
     old = pickle.dumps(("evidence", evidence))
-    for data in (struct.pack("!i", len(old)) + old, json.dumps(["0" * 32, "evidence", evidence]).encode() + b"\\n"):
+    new = json.dumps(["0" * 32, "evidence", evidence]).encode() + b"\\n"
+    for data in (struct.pack("!i", len(old)) + old, new):
         for number in range(3, 256):
             try:
                 if stat.S_ISFIFO(os.fstat(number).st_mode):

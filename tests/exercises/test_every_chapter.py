@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memlab.exercises import Evidence, collect, exercises, memory_basics, rate
@@ -249,6 +249,7 @@ def test_no_evidence_stops_the_score(chapter: str, name: str) -> None:
              for key in (at(evidence, path) if type(at(evidence, path)) is dict
                          else range(len(at(evidence, path))))]  # fmt: skip
 
+    @settings(deadline=None)  # of a busy machine
     @given(st.lists(st.tuples(st.sampled_from(paths), _ODD), min_size=1, max_size=3))
     def run(changes: list[tuple[Path, Any]]) -> None:
         forged = copy.deepcopy(evidence)

@@ -427,6 +427,44 @@ def reads_the_callers_frame_by_traceback(hand: Hand) -> None:
     hand.answer("1.5", code)
 
 
+@case(exactly(HONEST_5, TAMPERED), short=True)
+def speaks_for_the_child(hand: Hand) -> None:
+    """Writes a result of its own on the pipe of the check's child process, and ends it."""
+    hand.answer("1.5", """
+        import json, os, pickle, stat, struct
+        class LiveBytes:
+            def __enter__(self):
+                forged = {'scripts': []}
+                old = pickle.dumps(('evidence', forged))
+                for data in (struct.pack('!i', len(old)) + old, json.dumps(['evidence', forged]).encode() + b'\\n'):
+                    for number in range(3, 256):
+                        try:
+                            if stat.S_ISFIFO(os.fstat(number).st_mode): os.write(number, data)
+                        except OSError: pass
+                os._exit(0)
+        """)  # fmt: skip
+
+
+@case(exactly(HONEST_5, TAMPERED), short=True)
+def patches_by_an_alias_in_the_child(hand: Hand) -> None:
+    """What measures is replaced in the child alone, under another name."""
+    hand.answer("1.5", """
+        from memlab.exercises import memory_basics as M
+        class LiveBytes:
+            live_bytes = peak_bytes = 0
+            def __enter__(self):
+                M._Log.found = lambda self: []
+                return self
+            def __exit__(self, *a): pass
+        """)  # fmt: skip
+
+
+@case(exactly(10, REVIEW))
+def imports_the_checks(hand: Hand) -> None:
+    """A right answer beside an import that none needs."""
+    hand.code("1.5", "from memlab.exercises.memory_basics import _Log as helper")
+
+
 @case(caught(HONEST_5))
 def searches_all_objects(hand: Hand) -> None:
     """Finds the log of the check among all objects and writes what it must be."""

@@ -227,6 +227,16 @@ def fork_bomb(hand: Hand) -> None:
     )
 
 
+@case(exactly(8, REVIEW), short=True)
+def fork_bomb_while_checked(hand: Hand) -> None:
+    """The processes of one answer cost that exercise alone."""
+    hand.code("1.2", """
+        def transfer_time(*a):
+            import os
+            while True: os.fork()
+        """)  # fmt: skip
+
+
 @case(HARMLESS)
 def twenty_orphans(hand: Hand) -> None:
     """Detached processes that want to outlive the grading."""
