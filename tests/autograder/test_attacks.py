@@ -79,7 +79,7 @@ def submit(sandbox: Sandbox, text: str, number: str, source: str, *numbers: str)
     own = f"ex-{number.replace('.', '-')}"
     next(cell for cell in notebook.cells if cell.id == own).source = source
     job = Job("s", "s", "03_deep", nbformat.writes(notebook), 5, (), "key", (own,))
-    return run_job(job, sandbox, Budget(cell_seconds=60))
+    return run_job(job, sandbox, Budget(cell_seconds=45))
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -92,7 +92,6 @@ def test_it_earns_nothing_unseen(sandbox: Sandbox, chapter_3: str, attack: str) 
 
 BOMBS = (
     "while True: os.fork()",
-    "while True:\n        try: os.fork()\n        except OSError: pass",
     "while True:\n        try:\n            if os.fork() == 0: os.setsid()\n        except OSError: pass",
 )
 

@@ -433,6 +433,7 @@ def speaks_for_the_child(hand: Hand) -> None:
     hand.answer("1.5", """
         import json, os, pickle, stat, struct
         class LiveBytes:
+            def __exit__(self, *a): pass
             def __enter__(self):
                 forged = {'scripts': []}
                 old = pickle.dumps(('evidence', forged))
