@@ -90,18 +90,12 @@ def test_it_earns_nothing_unseen(sandbox: Sandbox, chapter_3: str, attack: str) 
     assert status in {found for found, _ in outcome.doubts}, (outcome.doubts, outcome.messages)
 
 
-BOMBS = (
-    "while True: os.fork()",
-    "while True:\n        try:\n            if os.fork() == 0: os.setsid()\n        except OSError: pass",
-)
-
-
 @pytest.mark.parametrize(("number", "name"), [("3.2", "residual_vjp"), ("3.3", "input_grad_norm")])
-@pytest.mark.parametrize("bomb", BOMBS)
 def test_a_fork_bomb_costs_its_exercise_alone(
-    sandbox: Sandbox, chapter_3: str, number: str, name: str, bomb: str
+    sandbox: Sandbox, chapter_3: str, number: str, name: str
 ) -> None:
     """3.2 is asked in the kernel itself, 3.3 in a child of it."""
+    bomb = "while True: os.fork()"
     outcome = submit(sandbox, chapter_3, number, f"import os\ndef {name}(*a, **k):\n    {bomb}\n", "3.4")
     assert (outcome.points[number], outcome.points["3.4"]) == (0, 4), (outcome.doubts, outcome.messages)
     assert "needs_review" in {found for found, _ in outcome.doubts}
