@@ -309,7 +309,8 @@ class _Repair:
             if index is not None:
                 found[index].append(cell)
         for index, same in found.items():
-            untouched = self.originals[index]["source"].strip()
+            untouched, kind = self.originals[index]["source"].strip(), self.originals[index]["cell_type"]
+            same.sort(key=lambda cell: cell["cell_type"] != kind)  # of equal texts, code is kept as code
             written = [cell for cell in same if cell["source"].strip() != untouched]
             locked = _nbgrader(self.originals[index]).get("locked")
             self.slots[index] = same[0] if locked or not written else written[0]

@@ -337,11 +337,13 @@ _UNTRACED = (
 )  # fmt: skip
 HIDDEN = (*WAYS, *_UNTRACED)
 
-#: By how much cards are larger than what is needed: so close that 2 GB are told from none and from 2 GiB.
+#: By how much cards are larger than what the answer says is needed: so close that 2 GB are told from none and
+#: from 2 GiB. Of its own figure, for the evidence is drawn without knowing the right one.
 _SPARE = (70_000_000, -70_000_000, 10 * GB, -GB)
 
 
 def _hidden_ways(seed: int) -> list[tuple[Mapping[str, Any], int, int, int]]:
+    """(way, P, rest, spare) of each hidden case."""
     rng = _random("6.2", seed)
     cases: list[tuple[Mapping[str, Any], int, int, int]] = []
     for way, spare in zip(HIDDEN, itertools.cycle(rng.sample(_SPARE, len(_SPARE))), strict=False):
@@ -354,9 +356,18 @@ def _hidden_ways(seed: int) -> list[tuple[Mapping[str, Any], int, int, int]]:
             rest = P // cards
         elif way.given["impl"] == "foreach":  # and here it isn't
             rest = 3 * P // cards
-        capacity = round(way_expected(given, P, rest, 0)["card"]) + CONTEXT + spare
-        cases.append((given, P, rest, capacity))
+        cases.append((given, P, rest, spare))
     return cases
+
+
+def _edge(entry: Evidence, spare: int) -> int:
+    """The capacity of a card on which what the answer counted leaves `spare`."""
+    value = entry.get("value")
+    card = value.get("card") if isinstance(value, dict) else None
+    if card is None or not is_number(card) or not 0 <= card < 10**18:
+        return CONTEXT
+    needed: int = round(card)
+    return needed + CONTEXT + spare
 
 
 def _known_ways() -> list[tuple[Mapping[str, Any], int, int, int]]:
@@ -369,15 +380,21 @@ def _ways_evidence(answer: Any, seed: int) -> Evidence:
     def asked(cases: Iterable[tuple[Mapping[str, Any], int, int, int]]) -> list[Evidence]:
         return [call(answer, SimpleNamespace(**way), P, rest, capacity) for way, P, rest, capacity in cases]
 
-    return {"known": asked(_known_ways()), "hidden": asked(_hidden_ways(seed))}
+    cases, capacity = _hidden_ways(seed), hardware.gpu("A100-80GB").memory_bytes
+    hidden = asked((way, P, rest, capacity) for way, P, rest, _ in cases)
+    edges = [
+        (way, P, rest, _edge(entry, spare))
+        for (way, P, rest, spare), entry in zip(cases, hidden, strict=True)
+    ]
+    return {"known": asked(_known_ways()), "hidden": hidden, "edges": asked(edges)}
 
 
 def _ways_score(evidence: Evidence, seed: int) -> Score:
     tally = Tally()
-    known, hidden = evidence["known"], evidence["hidden"]
+    known, hidden, edges = evidence["known"], evidence["hidden"], evidence["edges"]
     cases = _hidden_ways(seed)
-    answers_to(WAYS, known), answers_to(cases, hidden)
-    for entry in (*known, *hidden):
+    answers_to(WAYS, known), answers_to(cases, hidden), answers_to(cases, edges)
+    for entry in (*known, *hidden, *edges):
         if "error" in entry:
             return Score(0, (f"need stopped with {entry['error']}",))
         value = entry["value"]
@@ -401,7 +418,10 @@ def _ways_score(evidence: Evidence, seed: int) -> Score:
         0.5, not wrong,
         f"fits: {', '.join(wrong)}: compare card + 2 GB for the context with the capacity",
     )  # fmt: skip
-    faults = [_hidden_fault(way, case, entry) for way, case, entry in zip(HIDDEN, cases, hidden, strict=True)]
+    faults = [
+        _hidden_fault(way, case, entry, edge)
+        for way, case, entry, edge in zip(HIDDEN, cases, hidden, edges, strict=True)
+    ]
     tally.award(0.5, not any(faults), _first(faults))
     return _once(tally)
 
@@ -432,9 +452,11 @@ def _way_hint(way: Way, P: int, said: Any) -> str:
     return f"without `rest` that is {per:.3g} bytes per parameter: list weight, gradient, master, moments"
 
 
-def _hidden_fault(way: Way, case: tuple[Mapping[str, Any], int, int, int], entry: Evidence) -> str:
-    given, P, rest, capacity = case
-    right, said = way_expected(given, P, rest, capacity), entry["value"]
+def _hidden_fault(
+    way: Way, case: tuple[Mapping[str, Any], int, int, int], entry: Evidence, edge: Evidence
+) -> str:
+    given, P, rest, spare = case
+    right, said = way_expected(given, P, rest, 0), entry["value"]
     what = f"{way.name}, {P / 1e9:g} billion parameters on {given['cards']} cards"
     if not close(said["card"], right["card"], 0.002):
         slip = _way_hint(way._replace(given=given, rest=rest, traced=round(right["card"])), P, said["card"])
@@ -444,11 +466,11 @@ def _hidden_fault(way: Way, case: tuple[Mapping[str, Any], int, int, int], entry
             f"{what}: {_size(right['host'])} on the host, you said {_size(said['host'])}: masters and moments"
             " of all cards, or nothing"
         )
-    if said["fits"] in (right["fits"], said["card"] + CONTEXT <= capacity):
+    if edge["value"]["fits"] is (spare > 0):
         return ""
     return (
-        f"{what}: fits should be {right['fits']}: {_size(right['card'])} and 2 GB for the context, on a card "
-        f"of {format_gb(capacity)}"
+        f"{what}: fits should be {spare > 0}: {_size(said['card'])} and 2 GB for the context, on a card of "
+        f"{format_gb(_edge(entry, spare))}"
     )
 
 

@@ -142,8 +142,16 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "untouched_input": before == sorted(path.name for path in folder.rglob("*")),
         "totals": {row["student"]: row for row in table(out / "totals.csv")},
         "grades": table(out / "grades.csv"),
-        "reasons": {row["student"]: row["reason"] for row in table(out / "reasons.csv")},
+        "reasons": joined(table(out / "reasons.csv")),
     }
+
+
+def joined(rows: list[dict[str, str]]) -> dict[str, str]:
+    """All reasons of each student."""
+    found: dict[str, str] = {}
+    for row in rows:
+        found[row["student"]] = f"{found.get(row['student'], '')}{row['reason']}\n"
+    return found
 
 
 FULL = {"points": "10", "max_points": "10", "status": "graded"}

@@ -236,6 +236,13 @@ def test_a_written_answer_below_its_cell_or_in_the_question_is_kept() -> None:
     assert "my answer" in sources(fixed) and any("is kept" in line for line in repairs)
 
 
+def test_of_a_check_copied_as_markdown_and_as_code_the_codes_lines_are_kept() -> None:
+    damaged = with_functions(True)
+    text = 'b = 2\nmemlab.check("1.1", f, g)\nmemlab.check("1.1", f, g)'
+    damaged.cells = [new_code_cell("a = 1"), new_markdown_cell(text), new_code_cell(text)]
+    assert text in sources(repair(read(json.dumps(damaged).encode()), with_functions(True))[0])
+
+
 LINES = st.lists(
     st.sampled_from(
         ["a = 1", "b = 2", "# exercise 1.1", "# exercise 1.2", "def f():", "    return 7", "", "def h():",

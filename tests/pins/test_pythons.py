@@ -181,7 +181,7 @@ def test_what_needs_no_torch_passes(python: Path) -> None:
     files = [f"tests/memlab/test_{name}.py" for name in TESTS]
     command = [
         *(python, "-W", "error::DeprecationWarning:memlab", "-W", "error::SyntaxWarning"),
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.pins.without_torch", "--noconftest"),
+        *("-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.pins.without_torch", "--noconftest"),
         *("-m", "not long and not browser", "-k", f"not ({NEED_TORCH})", *files),
     ]
     said = run(command, cwd=ROOT).strip().splitlines()[-1]
