@@ -230,7 +230,17 @@ def functions(watched: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]
                 for key, item in list(vars(value).items()) if value.__module__ == module_name else ():
                     function = getattr(item, "__func__", getattr(item, "fget", item))
                     if type(function).__name__ == "function":
+                        function = _unhooked(function)
                         yield f"{where}.{key}", (id(function), id(function.__code__))
+
+
+def _unhooked(function: Any) -> Any:
+    """The `step` of an optimizer's class, which torch wraps when the first one is made."""
+    optimizer = getattr(getattr(sys.modules.get("torch"), "optim", None), "Optimizer", None)
+    hook = getattr(getattr(optimizer, "profile_hook_step", None), "__code__", None)
+    if hook is None or not any(function.__code__ is code for code in hook.co_consts):
+        return function
+    return function.__closure__[function.__code__.co_freevars.index("func")].cell_contents
 
 
 def _limit_memory(memory: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from memlab.exercises import Evidence, limits
-from memlab.exercises.limits import NoProcess, TamperedResult, in_child
+from memlab.exercises.limits import NoProcess, TamperedResult, functions, in_child
 from memlab.units import MIB
 
 
@@ -201,3 +201,28 @@ def test_no_process_is_another_error_than_the_answers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(NoProcess, match="no process can be started"):
         in_child(dict)
+
+
+def test_that_torch_wraps_the_step_of_an_optimizers_class_is_no_change_and_another_step_is() -> None:
+    import torch
+
+    from memlab import sharded
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    def looked() -> dict[str, tuple[int, ...]]:
+        return dict(functions(()))
+
+    Own.__module__, name = sharded.__name__, f"{sharded.__name__}.Own.step"
+    sharded.Own = Own  # type: ignore[attr-defined]
+    try:
+        before = looked()
+        Own([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        assert Own.step.hooked and looked()[name] == before[name]  # type: ignore[attr-defined]
+        Own.step = torch.optim.Optimizer.profile_hook_step(lambda self, closure=None: None)  # type: ignore
+        Own.step.__wrapped__ = before  # type: ignore[attr-defined]
+        assert looked()[name] != before[name]
+    finally:
+        del sharded.Own  # type: ignore[attr-defined]
