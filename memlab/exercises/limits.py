@@ -230,11 +230,11 @@ def functions(watched: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]
                 for key, item in list(vars(value).items()) if value.__module__ == module_name else ():
                     function = getattr(item, "__func__", getattr(item, "fget", item))
                     if type(function).__name__ == "function":
-                        function = _unhooked(function)
+                        function = unhooked(function)
                         yield f"{where}.{key}", (id(function), id(function.__code__))
 
 
-def _unhooked(function: Any) -> Any:
+def unhooked(function: Any) -> Any:
     """The `step` of an optimizer's class, which torch wraps when the first one is made."""
     optimizer = getattr(getattr(sys.modules.get("torch"), "optim", None), "Optimizer", None)
     hook = getattr(getattr(optimizer, "profile_hook_step", None), "__code__", None)
