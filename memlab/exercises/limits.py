@@ -184,7 +184,11 @@ def _run(errand: list[Any]) -> None:
 
         torch.set_num_threads(1)  # OpenMP's threads don't survive a fork
     write, leave, dumps, look, process = os.write, os._exit, json.dumps, functions, os.getpid
+    still, collects = gc.disable, gc.isenabled()
+    still()  # thousands of tuples would set off a collection of all that torch brought
     before = dict(look(WATCHED))
+    if collects:
+        gc.enable()
     if memory is not None:
         _limit_memory(memory)
     try:
@@ -201,6 +205,7 @@ def _run(errand: list[Any]) -> None:
     changed: list[str] = []
     with contextlib.suppress(MemoryError):
         changed = ["it can't be looked at"]
+        still()
         after = dict(look(WATCHED))
         changed = [name for name, ids in before.items() if after.get(name) != ids]
     if changed:
