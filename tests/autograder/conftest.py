@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from autograder import build
+from autograder import build, questions
+from autograder.sandbox import Sandbox, Settings
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -23,6 +25,15 @@ seed = 0
 
 {cells}
 """
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    """A worker's sandbox with its limits, where bubblewrap works."""
+    folder = tmp_path_factory.mktemp("library")
+    questions.make_library(folder)
+    with Sandbox(Settings("bubblewrap", str(folder))) as made:
+        yield made
 
 
 @pytest.fixture

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import nbformat
 import pytest
 
-from autograder import questions
 from autograder.execution import Budget
 from autograder.records import Job, Outcome
-from autograder.sandbox import Sandbox, Settings, why_no_bubblewrap
+from autograder.sandbox import Sandbox, why_no_bubblewrap
 from autograder.workers import run_job
 from tests.autograder.small_course import small_course, solved
 
@@ -55,14 +52,6 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
         "needs_review",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    folder = tmp_path_factory.mktemp("library")
-    questions.make_library(folder)
-    with Sandbox(Settings("bubblewrap", str(folder))) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

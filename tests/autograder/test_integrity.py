@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from autograder import build, questions
+from autograder import build
 from autograder.course import chapters, select
 from autograder.evidence import exercise_seed
 from autograder.execution import Budget
 from autograder.look import suspicions
 from autograder.records import Job, Outcome
-from autograder.sandbox import Sandbox, Settings, why_no_bubblewrap
+from autograder.sandbox import Sandbox, why_no_bubblewrap
 from autograder.workers import run_job
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -76,14 +75,6 @@ threading.Thread(target=later, daemon=True).start()
     "randomness replaced": "import random\nrandom.Random.randint = lambda self, a, b: a\n",
     "builtins replaced": "import builtins\nbuiltins.abs = lambda x: 0\n",
 }
-
-
-@pytest.fixture(scope="module")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    folder = tmp_path_factory.mktemp("library")
-    questions.make_library(folder)
-    with Sandbox(Settings("bubblewrap", str(folder))) as made:
-        yield made
 
 
 def submit(sandbox: Sandbox, answer: str, after: str = "") -> Outcome:

@@ -37,6 +37,11 @@ def test_a_slip_in_zero1_is_named(old: str, new: str, words: str) -> None:
     assert got.points < 5 and any(words in line for line in got.messages), got.messages
 
 
+def test_the_blocks_alone_are_not_the_model() -> None:
+    edits = [("h, L = cfg.hidden, cfg.layers", "return 12 * cfg.layers * cfg.hidden**2")]
+    assert score(CHAPTER, "4.1", mutant(CHAPTER, "4.1", edits)).points == 0
+
+
 @pytest.mark.parametrize(
     ("exercise", "name", "words"),
     [
