@@ -26,7 +26,7 @@ _WATCHED = (*limits.WATCHED, "IPython.core.display_functions")
 
 _LOOK = (
     "from __future__ import annotations\nimport sys\n"
-    + inspect.getsource(limits.unhooked)
+    + inspect.getsource(limits.step_hooks)
     + inspect.getsource(limits.functions)
     + """
 seen = {name: list(ids) for name, ids in functions(watched)}

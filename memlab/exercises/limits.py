@@ -218,6 +218,7 @@ def _run(errand: list[Any]) -> None:
 
 def functions(watched: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Each function of memlab's modules and of these, methods included, with what tells it from another."""
+    hooks = step_hooks()
     for module_name, module in list(sys.modules.items()):
         ours = module_name == "memlab" or module_name.startswith("memlab.")
         if module is None or not (ours or module_name in watched):
@@ -235,17 +236,17 @@ def functions(watched: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]
                 for key, item in list(vars(value).items()) if value.__module__ == module_name else ():
                     function = getattr(item, "__func__", getattr(item, "fget", item))
                     if type(function).__name__ == "function":
-                        function = unhooked(function)
+                        if id(function.__code__) in hooks:
+                            place = function.__code__.co_freevars.index("func")
+                            function = function.__closure__[place].cell_contents
                         yield f"{where}.{key}", (id(function), id(function.__code__))
 
 
-def unhooked(function: Any) -> Any:
-    """The `step` of an optimizer's class, which torch wraps when the first one is made."""
+def step_hooks() -> set[int]:
+    """Of the code in which torch wraps the `step` of an optimizer's class when the first one is made."""
     optimizer = getattr(getattr(sys.modules.get("torch"), "optim", None), "Optimizer", None)
     hook = getattr(getattr(optimizer, "profile_hook_step", None), "__code__", None)
-    if hook is None or not any(function.__code__ is code for code in hook.co_consts):
-        return function
-    return function.__closure__[function.__code__.co_freevars.index("func")].cell_contents
+    return {id(code) for code in getattr(hook, "co_consts", ())}
 
 
 def _limit_memory(memory: int) -> None:
